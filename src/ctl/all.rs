@@ -13,6 +13,8 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use tokio::time::timeout;
+
 use super::{CtlError, Target, block_on, password};
 use crate::bus::{Client, SchedulerProxy};
 use crate::config::units;
@@ -23,6 +25,8 @@ const LIST: &str = "/var/lib/nvshare-hibernate/all";
 const ASSUMED_RATE: f64 = 200e6;
 /// Seconds that a save takes without the bytes: a program falls asleep, and CRIU starts.
 const START: f64 = 2.0;
+/// A program is given up after its expected duration times this.
+const LIMIT: u32 = 3;
 /// Interval and number of the attempts to restore a program. After a boot, the scheduler may not know the GPUs yet.
 const AGAIN: Duration = Duration::from_secs(2);
 const ATTEMPTS: usize = 15;
@@ -115,22 +119,25 @@ pub async fn save_all(scheduler: &SchedulerProxy<'_>, until: Option<Instant>) ->
             continue; // it has ended, or was saved with the program that has started it
         }
         let begun = Instant::now();
-        if let Some(until) = until {
-            let (needs, left) = (speed.expects(*bytes), until.saturating_duration_since(begun));
-            if needs > left {
-                let (needs, left) = (needs.as_secs_f64(), left.as_secs_f64());
-                others.push(format!("{name} (process {pid}) needs about {needs:.0} s, and {left:.0} s are left"));
-                continue;
-            }
+        let needs = speed.expects(*bytes);
+        let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(begun));
+        if needs > left {
+            let (needs, left) = (needs.as_secs_f64(), left.as_secs_f64());
+            others.push(format!("{name} (process {pid}) needs about {needs:.0} s, and {left:.0} s are left"));
+            continue;
         }
-        let saved: zbus::Result<String> = password::call(scheduler, "Hibernate", &(pid,)).await;
-        match saved {
-            Ok(image) => {
+        // A program that hangs must not take the time of the others.
+        let limit = if until.is_some() { left.min(needs * LIMIT) } else { left };
+        let body = (pid,);
+        let saved = password::call::<String>(scheduler, "Hibernate", &body);
+        match timeout(limit, saved).await.map(|saved| saved.map_err(CtlError::from)) {
+            Ok(Ok(image)) => {
                 speed.add(*bytes, begun.elapsed());
-                remember(&image)?;
                 lines += &format!("{name} (process {pid}, {}) is saved as {image}\n", units::size(*bytes));
+                others.extend(remember(&image).err().map(|e| e.to_string()));
             }
-            Err(e) => others.push(format!("{name} (process {pid}): {}", CtlError::from(e))),
+            Ok(Err(e)) => others.push(format!("{name} (process {pid}): {e}")),
+            Err(_) => others.push(format!("{name} (process {pid}) is not saved after {:.0} s", limit.as_secs_f64())),
         }
     }
     if others.is_empty() {
@@ -169,9 +176,17 @@ fn write(names: &[String]) -> Result<(), CtlError> {
         let mut file = fs::File::create(&new)?;
         names.iter().try_for_each(|name| writeln!(file, "{name}"))?;
         file.sync_all()?;
-        fs::rename(new, LIST)
+        fs::rename(new, LIST)?;
+        Path::new(LIST).parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
     };
     replace().map_err(cannot_write)
+}
+
+/// Removes an image from the list.
+fn forget(image: &str) -> Result<(), CtlError> {
+    let mut names = names()?;
+    names.retain(|name| name != image);
+    write(&names)
 }
 
 /// Restores the programs that [`save`] has saved. Returns a line for each one.
@@ -180,29 +195,30 @@ fn write(names: &[String]) -> Result<(), CtlError> {
 /// The programs that were not restored, with the reasons. The next call restores them.
 pub fn restore(target: &Target) -> Result<String, CtlError> {
     check_root()?;
-    let names = names()?;
-    if names.is_empty() {
-        return Ok(String::new());
-    }
-    block_on(async {
-        let scheduler = target.connect().await?;
-        let (mut lines, mut left, mut why) = (String::new(), Vec::new(), Vec::new());
-        for image in names {
-            match restore_one(&scheduler, &image).await {
-                Ok(line) => lines += &line,
-                Err(e) => {
-                    why.push(e.to_string());
-                    left.push(image);
-                }
+    block_on(async { restore_all(&target.connect().await?).await })
+}
+
+/// As [`restore`].
+///
+/// # Errors
+/// As [`restore`].
+pub async fn restore_all(scheduler: &SchedulerProxy<'_>) -> Result<String, CtlError> {
+    let (mut lines, mut others) = (String::new(), Vec::new());
+    for image in names()? {
+        // The program runs from now on, so a later call must not restore it again.
+        match restore_one(scheduler, &image).await {
+            Ok(line) => {
+                lines += &line;
+                others.extend(forget(&image).err().map(|e| e.to_string()));
             }
+            Err(e) => others.push(e.to_string()),
         }
-        write(&left)?;
-        if why.is_empty() {
-            return Ok(lines);
-        }
-        print(&lines);
-        Err(CtlError::Failed(format!("not all programs are restored:\n{}", why.join("\n"))))
-    })
+    }
+    if others.is_empty() {
+        return Ok(lines);
+    }
+    print(&lines);
+    Err(CtlError::Failed(format!("not all programs are restored:\n{}", others.join("\n"))))
 }
 
 async fn restore_one(scheduler: &SchedulerProxy<'_>, image: &str) -> Result<String, CtlError> {

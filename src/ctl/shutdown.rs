@@ -1,4 +1,5 @@
-//! `nvsharectl hibernate --all --at-shutdown`: saves programs before the host shuts down.
+//! `nvsharectl hibernate --all --at-shutdown`: restores the programs that were saved, and saves all programs before
+//! the host shuts down.
 //!
 //! logind announces a shutdown, and waits for this program for at most `InhibitDelayMaxSec`. A unit that is stopped
 //! during the shutdown would come too late: systemd then starts no helper and no scope any more.
@@ -26,10 +27,12 @@ trait Manager {
     fn prepare_for_shutdown(&self, start: bool) -> zbus::Result<()>;
 }
 
-/// Waits for the shutdown of the host, and saves all programs that can be saved in time. Returns a line for each one.
+/// Restores programs, waits for the shutdown of the host, and saves all programs that can be saved in time. Prints the
+/// programs for which this fails: started again, this command would restore what it has just saved. Returns a line
+/// for each program that is saved.
 ///
 /// # Errors
-/// logind is missing, or not all programs were saved.
+/// logind or the scheduler is missing.
 pub fn wait_and_save(target: &Target) -> Result<String, CtlError> {
     block_on(async {
         let failed = |e: zbus::Error| CtlError::Failed(format!("cannot ask logind to delay shutdowns: {e}"));
@@ -38,6 +41,8 @@ pub fn wait_and_save(target: &Target) -> Result<String, CtlError> {
         let mut signals = logind.receive_prepare_for_shutdown().await.map_err(failed)?;
         let why = "Programs are saved to disk";
         let delay = logind.inhibit("shutdown", "nvshare", why, "delay").await.map_err(failed)?;
+        // Only now, so that a shutdown during the restores waits, too.
+        println!("{}", said(all::restore_all(&target.connect().await?).await));
         loop {
             let next = std::future::poll_fn(|cx| Pin::new(&mut signals).poll_next(cx)).await;
             let Some(signal) = next else {
@@ -50,6 +55,14 @@ pub fn wait_and_save(target: &Target) -> Result<String, CtlError> {
         let lasts = Duration::from_micros(logind.inhibit_delay_max_usec().await.map_err(failed)?);
         let saved = all::save_all(&target.connect().await?, Some(Instant::now() + lasts)).await;
         drop(delay);
-        saved
+        Ok(said(saved))
+    })
+}
+
+/// Prints an error, and returns the text of a success.
+fn said(result: Result<String, CtlError>) -> String {
+    result.unwrap_or_else(|e| {
+        eprintln!("nvsharectl: {e}");
+        String::new()
     })
 }

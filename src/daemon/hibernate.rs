@@ -146,10 +146,30 @@ pub fn answer(
     });
 }
 
-/// A started helper. Dropping this value closes its socket.
+/// A started helper.
 struct Helper {
-    socket: AsyncFd<OwnedFd>,
-    _place: Option<Share>,
+    /// `None` only while this value is dropped.
+    socket: Option<AsyncFd<OwnedFd>>,
+    place: Option<Share>,
+}
+
+impl Drop for Helper {
+    /// Cancels the request. The caller's place is taken until the helper has ended: otherwise, a caller that leaves
+    /// again and again would start any number of helpers.
+    fn drop(&mut self) {
+        self.cancel();
+        if let (Some(socket), Some(place)) = (self.socket.take(), self.place.take()) {
+            spawn_local(async move {
+                let mut packet = vec![0; MAX_PACKET];
+                let ended = async {
+                    let mut receive = |fd: &OwnedFd| socket::receive(fd.as_fd(), &mut packet, 0, &mut Vec::new());
+                    while socket.async_io(Interest::READABLE, &mut receive).await.is_ok_and(|length| length > 0) {}
+                };
+                let _ = timeout(ANSWER_TIMEOUT, ended).await; // by then, systemd has ended it
+                drop(place);
+            });
+        }
+    }
 }
 
 impl Helper {
@@ -164,22 +184,25 @@ impl Helper {
             budget.wait_for_token(What::Helpers).await;
         }
         let own = socket::connect(Path::new(SOCKET), socket::Kind::Packets)?;
-        Ok(Self { socket: descriptors::watch(own)?, _place: place })
+        Ok(Self { socket: Some(descriptors::watch(own)?), place })
     }
 
     /// Cancels the request, which is still answered.
     fn cancel(&self) {
-        let _ = shutdown(self.socket.get_ref(), Shutdown::Write); // fails if the helper has ended
+        if let Some(socket) = &self.socket {
+            let _ = shutdown(socket.get_ref(), Shutdown::Write); // fails if the helper has ended
+        }
     }
 
     /// Sends a request, and waits for its answer. `None`: the helper has exited, or does not answer.
     async fn ask(&self, request: &Request, process: Option<&OwnedFd>) -> Option<Reply> {
+        let socket = self.socket.as_ref()?;
         let descriptors: Vec<&OwnedFd> = process.into_iter().collect();
-        socket::send_with(self.socket.get_ref().as_fd(), &request.encode(), &descriptors).ok()?;
+        socket::send_with(socket.get_ref().as_fd(), &request.encode(), &descriptors).ok()?;
         let mut packet = vec![0; MAX_PACKET];
         // Received file descriptors are closed.
         let receive = |fd: &OwnedFd| socket::receive(fd.as_fd(), &mut packet, 0, &mut Vec::new());
-        let length = timeout(ANSWER_TIMEOUT, self.socket.async_io(Interest::READABLE, receive)).await.ok()?.ok()?;
+        let length = timeout(ANSWER_TIMEOUT, socket.async_io(Interest::READABLE, receive)).await.ok()?.ok()?;
         Reply::decode(packet.get(..length)?)
     }
 }

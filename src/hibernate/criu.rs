@@ -5,7 +5,7 @@ use crate::{
     rights::Rights,
     scope::Scope,
     store::{Entry, Store},
-    worker::{self, CAP_CHECKPOINT_RESTORE, CAP_SETPCAP, Task},
+    worker::{self, CAP_CHECKPOINT_RESTORE, CAP_SETPCAP, Limit, Task},
 };
 use std::{
     io,
@@ -54,7 +54,7 @@ impl Job<'_> {
         capabilities: &[u32],
         survives_limit: bool,
         log: &str,
-        obstacle: impl Fn() -> Option<String>,
+        obstacle: &dyn Fn() -> Option<String>,
     ) -> Result<(), Refusal> {
         let images =
             self.entry.part("criu").map_err(|e: io::Error| Refusal::new(format!("cannot open the image: {e}")))?;
@@ -62,7 +62,8 @@ impl Job<'_> {
         let places = ["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"];
         let arguments = arguments.iter().chain(&common).chain(&places).map(|argument| (*argument).to_owned()).collect();
         let task = Task::Execute { program: CRIU.into(), arguments, capabilities: capabilities.into(), survives_limit };
-        let done = worker::run(self.scope, self.rights, task, images.as_fd(), self.deadline, obstacle)?;
+        let limit = Limit { deadline: self.deadline, obstacle };
+        let done = worker::run(self.scope, self.rights, task, images.as_fd(), limit)?;
         if done.status.success() {
             return Ok(());
         }
@@ -77,10 +78,10 @@ impl Job<'_> {
     ///
     /// # Errors
     /// CRIU fails.
-    pub fn dump(&self, root: i32, cancelled: impl Fn() -> Option<String>) -> Result<(), Refusal> {
+    pub fn dump(&self, root: i32, cancelled: &dyn Fn() -> Option<String>) -> Result<(), Refusal> {
         let arguments =
             ["dump", "--leave-stopped", "--file-locks", "--ghost-limit", "268435456", "--tree", &root.to_string()];
-        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], true, "dump.log", || {
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], true, "dump.log", &|| {
             // The image may be larger than the memory that was counted.
             let checked = self.store.check_written(self.entry, self.rights.owner.uid);
             cancelled().or_else(|| checked.err().map(|Refusal(why)| why))
@@ -93,6 +94,6 @@ impl Job<'_> {
     /// CRIU fails. It may have left processes in the scope.
     pub fn restore(&self) -> Result<(), Refusal> {
         let arguments = ["restore", "--file-locks", "--restore-detached"];
-        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE, CAP_SETPCAP], false, "restore.log", || None)
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE, CAP_SETPCAP], false, "restore.log", &|| None)
     }
 }

@@ -7,7 +7,7 @@ use crate::{
     process::Tree,
     rights::Rights,
     scope::Scope,
-    worker::{self, Task},
+    worker::{self, Limit, Task},
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -19,11 +19,8 @@ use std::{
         fd::AsFd,
         unix::fs::{FileExt, OpenOptionsExt},
     },
-    time::Instant,
 };
 
-/// Maximum length of a worker's answer in bytes. A pipe holds this much, and is read when the worker has ended.
-const MAX_ANSWER: usize = 60 << 10;
 /// Maximum number of files that a program's needs contain.
 const MAX_FILES: usize = 4000;
 /// Maximum number of files that a check names.
@@ -69,13 +66,7 @@ impl Examination {
     pub fn perform(self) -> io::Result<String> {
         Ok(match self {
             Self::Identify(files) => {
-                // Files beyond the limit have no identity: they only have to exist.
-                let mut left = MAX_ANSWER.saturating_sub("null,".len() * files.len());
-                let identify = |file: &NeededFile| {
-                    let identity = identity(file).ok().flatten()?;
-                    left = left.checked_sub(identity.len())?;
-                    Some(identity)
-                };
+                let identify = |file: &NeededFile| identity(file).ok().flatten();
                 serde_json::to_string(&files.iter().map(identify).collect::<Vec<_>>())?
             }
             Self::Compare(files) => {
@@ -88,12 +79,12 @@ impl Examination {
 /// Says how a file differs from the file that a program had.
 fn differs(file: &NeededFile) -> Option<String> {
     let NeededFile { path, used, identity: expected } = file;
-    let shown: String = path.chars().take(500).collect();
+    let shown: String = format!("{path:?}").chars().take(500).collect();
     match identity(file) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            Some(format!("{shown:?} is missing. Copy it to this host, to the same path"))
+            Some(format!("{shown} is missing. Copy it to this host, to the same path"))
         }
-        Err(e) => Some(format!("its user may not open {shown:?} as the program did: {e}")),
+        Err(e) => Some(format!("its user may not open {shown} as the program did: {e}")),
         Ok(found) if expected.is_none() || found == *expected => None,
         Ok(found) => {
             let found = found.unwrap_or_else(|| "no regular file".into());
@@ -102,7 +93,7 @@ fn differs(file: &NeededFile) -> Option<String> {
                 Use::Code => "Install the same build",
                 Use::Read | Use::Write => "Copy it to this host",
             };
-            Some(format!("{shown:?} is {found}, and was {expected} when the program was saved. {remedy}"))
+            Some(format!("{shown} is {found}, and was {expected} when the program was saved. {remedy}"))
         }
     }
 }
@@ -180,13 +171,17 @@ fn number(bytes: &[u8], at: usize, size: usize) -> Option<u64> {
     Some(bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte)))
 }
 
+/// True if a path is a file of the kernel. Those of a process exist again when CRIU has created the process.
+fn is_of_kernel(path: &str) -> bool {
+    path.starts_with("/proc/") || path.starts_with("/sys/")
+}
+
 /// Returns the files that the processes of a tree have open or mapped, without their identities. Does not touch
 /// the files.
 fn needed(tree: &Tree) -> Vec<NeededFile> {
     let mut files = BTreeMap::new();
     for (path, is_written) in tree.files() {
-        // Files of its own processes in /proc exist again when CRIU has created them.
-        if let Some(path) = path.to_str().filter(|path| !path.starts_with("/proc/")) {
+        if let Some(path) = path.to_str().filter(|path| !is_of_kernel(path)) {
             files.insert(path.to_owned(), if is_written { Use::Write } else { Use::Read });
         }
     }
@@ -214,11 +209,11 @@ fn mapped(line: &str) -> Option<(&str, bool)> {
     (is_named && is_file).then_some((path, access.contains('x')))
 }
 
-fn examine(rights: &Rights, work: Examination, deadline: Instant) -> Result<worker::Done, Refusal> {
+fn examine(rights: &Rights, work: Examination, limit: Limit<'_>) -> Result<worker::Done, Refusal> {
     let words = |e: io::Error| Refusal::new(format!("cannot examine its files: {e}"));
     let scope = Scope::new("files", rights.owner.uid).map_err(words)?;
     let root = File::open("/").map_err(words)?;
-    worker::run(&scope, rights, Task::Examine(work), root.as_fd(), deadline, || None)
+    worker::run(&scope, rights, Task::Examine(work), root.as_fd(), limit)
 }
 
 fn answer<T: for<'a> Deserialize<'a>>(done: &worker::Done) -> Result<T, Refusal> {
@@ -230,9 +225,9 @@ fn answer<T: for<'a> Deserialize<'a>>(done: &worker::Done) -> Result<T, Refusal>
 ///
 /// # Errors
 /// The worker does not answer in time.
-pub fn identify(rights: &Rights, tree: &Tree, deadline: Instant) -> Result<Vec<NeededFile>, Refusal> {
+pub fn identify(rights: &Rights, tree: &Tree, limit: Limit<'_>) -> Result<Vec<NeededFile>, Refusal> {
     let files = needed(tree);
-    let done = examine(rights, Examination::Identify(files.clone()), deadline)?;
+    let done = examine(rights, Examination::Identify(files.clone()), limit)?;
     let identities: Vec<Option<String>> = answer(&done)?;
     Ok(files.into_iter().zip(identities).map(|(file, identity)| NeededFile { identity, ..file }).collect())
 }
@@ -241,8 +236,8 @@ pub fn identify(rights: &Rights, tree: &Tree, deadline: Instant) -> Result<Vec<N
 ///
 /// # Errors
 /// The worker does not answer in time.
-pub fn compare(rights: &Rights, files: &[NeededFile], deadline: Instant) -> Result<Vec<String>, Refusal> {
-    answer(&examine(rights, Examination::Compare(files.to_vec()), deadline)?)
+pub fn compare(rights: &Rights, files: &[NeededFile], limit: Limit<'_>) -> Result<Vec<String>, Refusal> {
+    answer(&examine(rights, Examination::Compare(files.to_vec()), limit)?)
 }
 
 #[cfg(test)]
@@ -297,6 +292,14 @@ mod tests {
     }
 
     #[test]
+    fn files_of_the_kernel_are_not_needed() {
+        for path in ["/proc/20002/stat", "/proc/self/maps", "/sys/fs/cgroup/x"] {
+            assert!(is_of_kernel(path), "{path}");
+        }
+        assert!(!is_of_kernel("/process/x"));
+    }
+
+    #[test]
     fn files_are_found_in_maps() {
         let line = |rest: &str| format!("7f0000000000-7f0000001000 {rest}");
         let code = line("r-xp 00001000 fe:01 77                         /usr/lib/x y.so");
@@ -315,10 +318,10 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_fits_into_a_pipe() {
+    fn identities_of_all_files_fit_into_an_answer() {
         let own = NeededFile { path: "/proc/self/exe".into(), used: Use::Code, identity: None };
         let text = Examination::Identify(vec![own; MAX_FILES]).perform().expect("an answer");
-        assert!(text.len() <= 64 << 10, "{}", text.len());
+        assert!(text.len() <= worker::MAX_ANSWER, "{}", text.len());
         let identities: Vec<Option<String>> = serde_json::from_str(&text).expect("an answer");
         assert_eq!(identities.len(), MAX_FILES);
     }

@@ -51,7 +51,7 @@ use std::{
     time::Instant,
 };
 use store::{Entry, Manifest, Store};
-use worker::TIMEOUT;
+use worker::{Limit, TIMEOUT};
 
 /// Saves sleeping programs to disk and restores them, for the nvshare-scheduler connected to standard input.
 #[derive(Debug, Parser)]
@@ -260,9 +260,15 @@ impl Helper<'_> {
         Ok(Prepared { program, process, entry, scope, expected, gpus })
     }
 
+    /// Why the request is not worth any work.
+    fn cancelled(&self) -> Option<String> {
+        has_hung_up(self.socket).then(|| "it was cancelled".to_owned())
+    }
+
     /// Checks that the owner may open the files of a program, and writes their data to the disk.
     fn check_files(&self, tree: &Tree, rights: &rights::Rights) -> Result<(), Refusal> {
-        match worker::first_closed(rights, tree.files(), self.deadline)? {
+        let limit = Limit { deadline: self.deadline, obstacle: &|| self.cancelled() };
+        match worker::first_closed(rights, tree.files(), limit)? {
             Some(path) => Err(Refusal::new(format!(
                 "it has {path:?} open, which its user may not open. Start it with: nvsharectl run --portable -- \
                  COMMAND"
@@ -308,11 +314,12 @@ impl Helper<'_> {
         // Only now can the program not change any more.
         let rights = tree.check(uid)?;
         self.check_files(tree, &rights)?;
-        let needs = Needs::of(tree, &rights, gpus.clone(), self.deadline)?;
+        let cancelled = || self.cancelled();
+        let limit = Limit { deadline: self.deadline, obstacle: &cancelled };
+        let needs = Needs::of(tree, &rights, gpus.clone(), limit)?;
         let manifest = Manifest::new(program, rights, process, tree, needs);
         let job = Job { store: self.store, entry, scope, rights: &manifest.rights, deadline: self.deadline };
-        let cancelled = || has_hung_up(self.socket).then(|| "it was cancelled".to_owned());
-        job.dump(process.pid, cancelled)?;
+        job.dump(process.pid, &cancelled)?;
         let image = self.store.complete(entry, &manifest)?;
         cancelled().map_or(Ok(image), |why| Err(Refusal(why)))
     }
@@ -331,7 +338,11 @@ impl Helper<'_> {
         match check_groups(owner) {
             // Only a user that exists here can have files.
             Err(Refusal(why)) => lacks.push(why),
-            Ok(()) => lacks.extend(files::compare(&manifest.rights, &manifest.needs.files, self.deadline)?),
+            Ok(()) => {
+                // Reading an image of any size does not count.
+                let limit = Limit { deadline: Instant::now() + TIMEOUT, obstacle: &|| self.cancelled() };
+                lacks.extend(files::compare(&manifest.rights, &manifest.needs.files, limit)?);
+            }
         }
         Ok(lacks)
     }

@@ -8,6 +8,7 @@ use crate::{
     process::Tree,
     rights::Rights,
     scope,
+    worker::Limit,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -15,7 +16,6 @@ use std::{
     ffi::CStr,
     fs,
     path::Path,
-    time::Instant,
 };
 
 /// The needs of a program.
@@ -90,8 +90,8 @@ impl Needs {
     ///
     /// # Errors
     /// Its files cannot be examined in time.
-    pub fn of(tree: &Tree, rights: &Rights, gpus: Vec<String>, deadline: Instant) -> Result<Self, crate::Refusal> {
-        let files = files::identify(rights, tree, deadline)?;
+    pub fn of(tree: &Tree, rights: &Rights, gpus: Vec<String>, limit: Limit<'_>) -> Result<Self, crate::Refusal> {
+        let files = files::identify(rights, tree, limit)?;
         let user = user_name(rights.owner.uid).unwrap_or_default();
         Ok(Self { user, system: System::present(), gpus, files })
     }

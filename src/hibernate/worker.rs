@@ -33,7 +33,7 @@ use std::{
         },
     },
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Child, ChildStdout, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
@@ -42,6 +42,8 @@ pub const TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum time until a worker has ended after it was killed. A worker that waits for a file system of its
 /// owner may never end.
 const END: Duration = Duration::from_secs(2);
+/// Maximum length of an answer in bytes.
+pub const MAX_ANSWER: usize = 1 << 20;
 /// Interval of the checks while a worker works.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -72,6 +74,43 @@ struct Order {
     task: Task,
 }
 
+/// When a task is given up: at this time, or once `obstacle`, which is called from time to time, returns a
+/// reason.
+#[derive(Clone, Copy)]
+pub struct Limit<'a> {
+    pub deadline: Instant,
+    pub obstacle: &'a dyn Fn() -> Option<String>,
+}
+
+/// What a worker prints, up to a maximum length. It is read while the worker works, because a pipe may hold as
+/// little as 4 KiB.
+struct Answer {
+    /// `None`: all was read.
+    pipe: Option<ChildStdout>,
+    bytes: Vec<u8>,
+}
+
+impl Answer {
+    fn new(pipe: Option<ChildStdout>) -> io::Result<Self> {
+        pipe.as_ref().map_or(Ok(()), |pipe| rustix::io::ioctl_fionbio(pipe, true))?;
+        Ok(Self { pipe, bytes: Vec::new() })
+    }
+
+    /// Reads what the worker has printed so far.
+    fn read(&mut self) {
+        let mut part = [0; 4096];
+        while let Some(pipe) = &mut self.pipe {
+            match pipe.read(&mut part) {
+                Ok(length @ 1..) if self.bytes.len() < MAX_ANSWER => {
+                    self.bytes.extend(part.get(..length).unwrap_or_default());
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                _ => self.pipe = None,
+            }
+        }
+    }
+}
+
 /// The end of a worker.
 #[derive(Debug)]
 pub struct Done {
@@ -79,9 +118,8 @@ pub struct Done {
     pub output: Vec<u8>,
 }
 
-/// Carries out a task in a scope, in this directory. `obstacle` is called from time to time. If it returns
-/// a reason, the worker's writes fail, so that a program that checks its writes ends in order. If the work
-/// takes longer than until `deadline`, all processes of the scope are ended.
+/// Carries out a task in a scope, in this directory. If the task is given up, all processes of the scope are
+/// ended. Only a program that is executed may end in order if there is an obstacle: its writes fail.
 ///
 /// # Errors
 /// The reason; or the worker cannot be started, or does not end.
@@ -90,10 +128,10 @@ pub fn run(
     rights: &Rights,
     task: Task,
     directory: BorrowedFd<'_>,
-    deadline: Instant,
-    obstacle: impl Fn() -> Option<String>,
+    limit: Limit<'_>,
 ) -> Result<Done, Refusal> {
     let words = |e: io::Error| Refusal::new(format!("cannot start a worker: {e}"));
+    let ends_in_order = matches!(task, Task::Execute { .. });
     let mut command = Command::new("/proc/self/exe");
     command.arg("--worker").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("NVSHARE_DISABLE", "1");
@@ -108,52 +146,55 @@ pub fn run(
         stdin.write_all(&order).map_err(words)
     });
     let pid = child.id();
-    let waited = begun.and_then(|()| wait(&pidfd, deadline, obstacle, || end_writes(rights, pid)));
+    let stop = || end_writes(rights, pid);
+    let stop: Option<&dyn Fn() -> Result<(), Refusal>> = if ends_in_order { Some(&stop) } else { None };
+    let mut answer = Answer::new(child.stdout.take()).map_err(words)?;
+    let waited = begun.and_then(|()| wait(&pidfd, &mut answer, limit, stop));
     if waited.is_err() {
         end(scope, &mut child, &pidfd);
     }
     waited?;
-    let mut output = Vec::new();
     let status = child.wait().map_err(words)?;
-    if let Some(stdout) = child.stdout.take() {
-        // A process that the worker has started may hold the pipe open.
-        rustix::io::ioctl_fionbio(&stdout, true).map_err(|e| words(e.into()))?;
-        match stdout.take(64 << 10).read_to_end(&mut output) {
-            Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(words(e)),
-            _ => {}
-        }
-    }
-    Ok(Done { status, output })
+    answer.read();
+    Ok(Done { status, output: answer.bytes })
 }
 
 fn is_ready(fd: &impl std::os::fd::AsFd, flags: PollFlags) -> bool {
     poll(&mut [PollFd::new(fd, flags)], Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// Waits until a worker has ended. Once `obstacle` returns a reason, calls `stop` until it succeeds.
+/// Waits until a worker has ended. If there is an obstacle, calls `stop` until it succeeds.
 ///
 /// # Errors
-/// The reason, when the worker has ended; or the worker does not end.
+/// The obstacle: with `stop`, when the worker has ended; or the worker does not end.
 fn wait(
     worker: &OwnedFd,
-    deadline: Instant,
-    obstacle: impl Fn() -> Option<String>,
-    stop: impl Fn() -> Result<(), Refusal>,
+    answer: &mut Answer,
+    Limit { deadline, obstacle }: Limit<'_>,
+    stop: Option<&dyn Fn() -> Result<(), Refusal>>,
 ) -> Result<(), Refusal> {
     let mut reason = None;
     let mut is_stopped = false;
     loop {
         let limit = Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() };
-        if poll(&mut [PollFd::new(worker, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0) {
+        let mut awaited = vec![PollFd::new(worker, PollFlags::IN)];
+        awaited.extend(answer.pipe.as_ref().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
+        let _ = poll(&mut awaited, Some(&limit)); // a signal only shortens the wait
+        answer.read();
+        if is_ready(worker, PollFlags::IN) {
             return reason.map_or(Ok(()), |why| Err(Refusal::new(why)));
         }
         if Instant::now() >= deadline {
             return Err(Refusal::new(format!("it took longer than {} s", TIMEOUT.as_secs())));
         }
-        reason = reason.or_else(&obstacle);
-        if reason.is_some() && !is_stopped {
-            let stopped = stop().inspect_err(|why| eprintln!("nvshare-hibernate: {why}"));
-            is_stopped = stopped.is_ok();
+        reason = reason.or_else(obstacle);
+        match (&reason, stop) {
+            (Some(why), None) => return Err(Refusal::new(why.clone())),
+            (Some(_), Some(stop)) if !is_stopped => {
+                let stopped = stop().inspect_err(|why| eprintln!("nvshare-hibernate: {why}"));
+                is_stopped = stopped.is_ok();
+            }
+            _ => {}
         }
     }
 }
@@ -164,8 +205,8 @@ fn end_writes(rights: &Rights, pid: u32) -> Result<(), Refusal> {
     let words = |why: String| Refusal::new(format!("cannot end the writes of process {pid}: {why}"));
     let scope = Scope::new("limits", rights.owner.uid).map_err(|e| words(e.to_string()))?;
     let root = File::open("/").map_err(|e| words(e.to_string()))?;
-    let deadline = Instant::now() + PATIENCE;
-    let done = run(&scope, rights, Task::EndWrites { pid }, std::os::fd::AsFd::as_fd(&root), deadline, || None)?;
+    let limit = Limit { deadline: Instant::now() + PATIENCE, obstacle: &|| None };
+    let done = run(&scope, rights, Task::EndWrites { pid }, std::os::fd::AsFd::as_fd(&root), limit)?;
     if done.status.success() { Ok(()) } else { Err(words(done.status.to_string())) }
 }
 
@@ -189,13 +230,13 @@ fn end(scope: &Scope, child: &mut Child, worker: &OwnedFd) {
 pub fn first_closed(
     rights: &Rights,
     files: Vec<(PathBuf, bool)>,
-    deadline: Instant,
+    limit: Limit<'_>,
 ) -> Result<Option<PathBuf>, Refusal> {
     let words = |e: io::Error| Refusal::new(format!("cannot examine its files: {e}"));
     let scope = Scope::new("files", rights.owner.uid).map_err(words)?;
     let root = File::open("/").map_err(words)?;
     let task = Task::Open { files: files.into_iter().map(|(path, is_written)| (path.into(), is_written)).collect() };
-    let done = run(&scope, rights, task, std::os::fd::AsFd::as_fd(&root), deadline, || None)?;
+    let done = run(&scope, rights, task, std::os::fd::AsFd::as_fd(&root), limit)?;
     let closed: Option<OsString> = serde_json::from_slice(&done.output)
         .map_err(|_| Refusal::new(format!("cannot examine its files: the worker failed: {}", done.status)))?;
     Ok(closed.map(PathBuf::from))
@@ -338,11 +379,13 @@ mod tests {
     fn a_worker_that_does_not_end_is_given_up_at_the_deadline() {
         let (mut child, pidfd) = sleeper("1000");
         let soon = Instant::now() + LOOK * 2;
-        let why = wait(&pidfd, soon, || None, || Ok(())).expect_err("it does not end").to_string();
+        let nothing = || Answer { pipe: None, bytes: Vec::new() };
+        let limit = |deadline| Limit { deadline, obstacle: &|| None };
+        let why = wait(&pidfd, &mut nothing(), limit(soon), None).expect_err("it does not end").to_string();
         assert!(why.contains("longer than 600 s") && Instant::now() >= soon, "{why}");
         let later = Instant::now() + TIMEOUT;
         child.kill().expect("killed");
-        wait(&pidfd, later, || None, || Ok(())).expect("it has ended");
+        wait(&pidfd, &mut nothing(), limit(later), None).expect("it has ended");
         child.wait().expect("it has ended");
     }
 
@@ -363,9 +406,39 @@ mod tests {
             child.borrow_mut().kill().expect("killed");
             Ok(())
         };
-        let why = wait(&pidfd, Instant::now() + TIMEOUT, obstacle, stop).expect_err("an obstacle").to_string();
+        let limit = Limit { deadline: Instant::now() + TIMEOUT, obstacle: &obstacle };
+        let mut answer = Answer { pipe: None, bytes: Vec::new() };
+        let why = wait(&pidfd, &mut answer, limit, Some(&stop)).expect_err("an obstacle").to_string();
         assert_eq!((why.as_str(), obstacles.get(), stops.get()), ("the disk is full", 1, 2));
         child.borrow_mut().wait().expect("it has ended");
+    }
+
+    #[test]
+    fn a_task_without_writes_is_given_up_at_once() {
+        let (mut child, pidfd) = sleeper("1000");
+        let limit = Limit { deadline: Instant::now() + TIMEOUT, obstacle: &|| Some("it was cancelled".to_owned()) };
+        let mut answer = Answer { pipe: None, bytes: Vec::new() };
+        let why = wait(&pidfd, &mut answer, limit, None).expect_err("an obstacle").to_string();
+        assert_eq!(why, "it was cancelled");
+        child.kill().expect("it has not ended");
+        child.wait().expect("it has ended");
+    }
+
+    /// A pipe holds 64 KiB or less.
+    #[test]
+    fn an_answer_of_any_length_is_read_while_the_worker_works() {
+        for (printed, read) in [(300_000, 300_000), (2 << 20, MAX_ANSWER)] {
+            let mut printer = Command::new("head");
+            printer.args(["-c", &printed.to_string(), "/dev/zero"]).stdout(Stdio::piped());
+            let mut child = printer.spawn().expect("a process");
+            let pidfd = pidfd_open(Pid::from_raw(child.id() as i32).expect("a process ID"), PidfdFlags::empty());
+            let mut answer = Answer::new(child.stdout.take()).expect("a pipe");
+            let limit = Limit { deadline: Instant::now() + TIMEOUT, obstacle: &|| None };
+            wait(&pidfd.expect("it was not awaited"), &mut answer, limit, None).expect("it ends");
+            child.wait().expect("it has ended");
+            answer.read();
+            assert!(answer.bytes.len() >= read && answer.bytes.len() < read + 4097, "{}", answer.bytes.len());
+        }
     }
 
     #[test]
