@@ -168,6 +168,12 @@ cp -a $images/"$saved"/manifest /tmp/manifest
 sed -i "s/\"uid\":$(id -u $user)/\"uid\":0/" $images/"$saved"/manifest
 refused "this host has not signed it" nvsharectl restore "$saved"
 cp -a /tmp/manifest $images/"$saved"/manifest
+# What the host lacks is named before anything is started.
+mv $log $log.saved
+refused "\"$log\" is missing" as_user nvsharectl restore --check "$saved"
+mv $log.saved $log
+says "$saved can be restored on this host." as_user nvsharectl restore --check "$saved"
+refused "Run it as root" as_user nvsharectl hibernate --all
 # The log is another file than the one that the program had open, and the user may not write it.
 mv $log $log.saved && install -m 644 /dev/null $log
 truncate -s "$(stat -c %s $log.saved)" $log
