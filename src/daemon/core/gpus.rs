@@ -42,7 +42,8 @@ impl Model {
 
     /// Records a GPU that NVML lists.
     pub(super) fn found(&mut self, found: GpuDescription) -> Found {
-        let GpuDescription { gpu, kind, name, total, index, minor, capability, link: _, has_display, has_fabric } = found;
+        let GpuDescription { gpu, kind, name, total, index, minor, capability, link: _, has_display, has_fabric } =
+            found;
         let before = self.gpus.remove(&gpu).filter(|known| !known.gone);
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
         let changes = Found {
