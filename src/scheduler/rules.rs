@@ -186,6 +186,11 @@ impl Rules {
         rule.or(settings.sleep_after.map(SleepAfter::Idle))?.time()
     }
 
+    /// Whether the client's managed memory may exceed a GPU.
+    pub fn may_exceed_gpu(&self, client: ClientId) -> bool {
+        self.limits_of(client).is_some_and(|limits| limits.managed_beyond_gpu)
+    }
+
     /// Whether the client's allocations wait for memory instead of failing.
     pub fn waits_for_memory(&self, client: ClientId) -> bool {
         self.limits_of(client).is_some_and(|limits| limits.on_memory_full == OnMemoryFull::Wait)

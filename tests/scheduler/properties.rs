@@ -489,6 +489,7 @@ fn event() -> impl Strategy<Value = Event> {
                         interactive: bytes % 2 == 0,
                     }),
                     gang: bytes % 4 == 0,
+                    managed_beyond_gpu: bytes % 7 == 0,
                     memory_low: (bytes % 13 == 0).then_some(Amount::Bytes(bytes / 2)),
                     swap_max: (bytes % 17 == 0).then_some(bytes / 3),
                     on_memory_full: match bytes % 5 {

@@ -2,6 +2,7 @@
 //! on the simulated GPU. A *stranger* is a process without nvshare that uses the GPU.
 
 mod accounting;
+mod beyond_gpu;
 mod claims;
 mod consumer_card;
 mod costs;

@@ -35,7 +35,8 @@ messages! {
             slot: u32,
             bytes: u64,
             seq: u32,
-            /// The highest possible limit on this GPU.
+            /// The highest possible limit on this GPU. With [`MANAGED_BEYOND_GPU`], managed memory may
+            /// exceed it.
             most: u64,
             /// Bytes of unused host buffers that the client may keep.
             spare: u64,
@@ -113,7 +114,7 @@ messages! {
             /// 0: no limit. On GPUs that the client has attached, the newest [`Limit`](Self::Limit)
             /// applies instead.
             memory_max: u64,
-            /// [`FABRIC_HANDLES`], or 0.
+            /// A combination of [`FABRIC_HANDLES`] and [`MANAGED_BEYOND_GPU`].
             permissions: u32,
         },
 
@@ -190,6 +191,9 @@ messages! {
 /// A permission of [`GpuRules`](SchedulerMessage::GpuRules): the client offers its program FABRIC
 /// handles of memory on the GPU, if the driver supports them. Such memory cannot leave the GPU.
 pub const FABRIC_HANDLES: u32 = 1;
+/// A permission of [`GpuRules`](SchedulerMessage::GpuRules): the client may request a limit beyond the
+/// memory of the GPU for managed memory, which the driver pages.
+pub const MANAGED_BEYOND_GPU: u32 = 2;
 
 /// A flag of [`PrepareSleep`](SchedulerMessage::PrepareSleep): the client is paused, so it must not
 /// refuse because of waiting threads.

@@ -68,7 +68,9 @@ fn read_one(
 fn value(namespace: &str, key: &str, text: &str) -> Value {
     match key {
         "weight" | "priority" => text.parse::<i64>().map_or_else(|_| text.into(), Value::Integer),
-        "interactive" | "gang" | "fabric-handles" => text.parse::<bool>().map_or_else(|_| text.into(), Value::Boolean),
+        "interactive" | "gang" | "fabric-handles" | "managed-beyond-gpu" => {
+            text.parse::<bool>().map_or_else(|_| text.into(), Value::Boolean)
+        }
         "allowed-gpus" => text.split(',').map(str::trim).filter(|gpu| !gpu.is_empty()).collect::<Vec<_>>().into(),
         // A label is prefixed with its namespace. A pod can therefore not join or obstruct another
         // namespace's pods by guessing their labels.

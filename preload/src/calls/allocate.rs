@@ -57,7 +57,8 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
             Err(error) => return error,
         };
         let beyond = settings::get().oversubscribe;
-        let result = with_retries(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
+        let result =
+            with_retries(gpu, space, size, false, |space| space.allocate(size as u64, context, beyond, &gpu.work));
         trace!("GPU {}: allocation of {size} bytes: {result:x?}", gpu.index);
         match result {
             Ok(Allocated { backing, address }) => {
@@ -165,7 +166,7 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
             Ok(unsafe { place.read() })
         };
         let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
-        let result = with_retries(gpu, space, size, take);
+        let result = with_retries(gpu, space, size, true, take);
         trace!("GPU {}: allocation of {size} managed bytes: {result:x?}", gpu.index);
         result.map_or_else(|error| error, |_| SUCCESS)
     })
@@ -178,11 +179,12 @@ pub fn usable_context() -> Result<Option<usize>, CUresult> {
     Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
 }
 
-/// Allocates memory. If none is available, retries for a limited time.
+/// Allocates managed memory or other memory. If none is available, retries for a limited time.
 pub fn with_retries<T>(
     gpu: &Gpu,
     space: &Mutex<Space>,
     size: Size,
+    is_managed: bool,
     take: impl Fn(&mut Space) -> Result<T, CUresult>,
 ) -> Result<T, CUresult> {
     let mut begin = Instant::now();
@@ -208,7 +210,7 @@ pub fn with_retries<T>(
         let may_find_room = is_unknown && begin.elapsed() < OFFLINE_TIMEOUT;
         drop(guard);
         let asked = Instant::now();
-        let outcome = limit_request::raise(gpu, size as u64, after.limit);
+        let outcome = limit_request::raise(gpu, size as u64, is_managed, after.limit);
         begin = begin + asked.elapsed(); // excludes a delay of the answer by a rule
         match outcome {
             Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,

@@ -88,7 +88,8 @@ pub fn movable(
 
 pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space>, flags: Flags) -> CUresult {
     let beyond = settings::get().oversubscribe;
-    let made = allocate::with_retries(gpu, space, size, |space| space.create(size as u64, flags, beyond, &gpu.work));
+    let made =
+        allocate::with_retries(gpu, space, size, false, |space| space.create(size as u64, flags, beyond, &gpu.work));
     trace!("GPU {}: creation of {size} bytes: {made:x?}", gpu.index);
     match made {
         Ok((base, backing)) => {
@@ -263,7 +264,7 @@ mod tests {
         }
         let gpu = gpu::by_ordinal(device).expect("an attached GPU");
         gpu.space().expect("a space").lock().limit(1, 0, GRANULE, 0);
-        assert_eq!(raise(gpu, GRANULE, 0), Outcome::Beyond);
+        assert_eq!(raise(gpu, GRANULE, false, 0), Outcome::Beyond);
         assert_eq!(scheduler.sent(), [], "the scheduler does not know the GPU");
         assert!(attach_while(device, Gpu::admit_context));
     }

@@ -80,6 +80,7 @@ impl Gpu {
             space.account.max = rules::memory_max(info.identity.get());
             let _ = self.space.set(Box::new(Mutex::new(Rank::Space, space)));
         }
+        self.update_permissions();
         self.set_attached();
         true
     }

@@ -84,8 +84,9 @@ pub enum Outcome {
     Beyond,
 }
 
-/// Requests a limit that admits `bytes` more. `limit` is the limit under which the allocation failed.
-pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
+/// Requests a limit that admits `bytes` more, of managed memory or other memory. `limit` is the limit
+/// under which the allocation failed.
+pub fn raise(gpu: &Gpu, bytes: u64, is_managed: bool, limit: u64) -> Outcome {
     let Some(space) = gpu.space() else { return Outcome::Beyond };
     let bytes = if bytes <= slab::LARGEST { GRANULE } else { bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes) };
     let _waiting = await_client_thread();
@@ -102,7 +103,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
         let is_known = account.limit_is_known(connection::is_connected());
         let most = if is_known { account.limit_max } else { account.at_most(u64::MAX) };
         // To the scheduler, a program is not on a GPU that has refused it.
-        if wanted > most || gpu.is_refused() {
+        if !account.is_grantable(bytes, is_managed, most) || gpu.is_refused() {
             return Outcome::Beyond;
         }
         if gpu.limit_answers.awaited.load(Ordering::SeqCst) {

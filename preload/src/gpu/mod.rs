@@ -29,7 +29,7 @@ pub use target::{are_several, device_of};
 
 use crate::{
     driver::{query, types::*},
-    memory::{account::Account, mover::Mover, space::Space},
+    memory::{account::Account, engine, mover::Mover, space::Space},
     submit::{self, GPUS, Lane, target},
     sys::{
         once::OnceBox,
@@ -43,7 +43,7 @@ use core::{
 };
 use info::Info;
 use limit_request::LimitAnswers;
-use nvshare_wire::{MAX_SLOTS, Uuid};
+use nvshare_wire::{MAX_SLOTS, Uuid, scheduler::MANAGED_BEYOND_GPU};
 use reservation::ReservationAnswers;
 
 #[derive(Debug)]
@@ -181,6 +181,18 @@ impl Gpu {
         if let (Some(space), Some(uuid)) = (self.space(), self.uuid()) {
             space.lock().account.max = rules::memory_max(uuid);
         }
+        self.update_permissions();
+    }
+
+    /// Updates the account after the scheduler has changed the permissions on this GPU.
+    pub fn update_permissions(&self) {
+        let is_permitted = self.uuid().is_some_and(|uuid| rules::permits(uuid, MANAGED_BEYOND_GPU));
+        let can_page = is_permitted && engine::can_prefetch(self.index as CUdevice);
+        self.change(|space| {
+            // Managed memory that exceeds the GPU already has to stay usable.
+            let has_some = space.account.may_exceed_gpu && space.account.pageable > 0;
+            space.account.may_exceed_gpu = has_some || (can_page && space.engine().copies());
+        });
     }
 
     pub fn total(&self) -> u64 {

@@ -1,4 +1,4 @@
-//! The limits that the scheduler's rules set on the program's memory on each GPU, and what they permit
+//! The limits that the scheduler's rules set on the program's memory on each GPU, and permissions
 //! there. The limits also apply to the sizes that the program sees ([`super::memory_info`]), even
 //! before it uses the GPU.
 

@@ -102,7 +102,7 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
         Some(address) => Ok(Allocated { address, backing: Backing::There }),
         None => space.allocate_with_pool(pool as u64, size as u64, beyond, &gpu.work),
     };
-    let result = with_retries(gpu, space, size, take).and_then(|Allocated { backing, address }| {
+    let result = with_retries(gpu, space, size, false, take).and_then(|Allocated { backing, address }| {
         let undo = |space: &mut Space| space.undo_in_pool(address, &gpu.work);
         if is_backed_in_time(gpu, space, backing, undo) { Ok(address) } else { Err(ERROR_OUT_OF_MEMORY) }
     });

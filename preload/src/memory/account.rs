@@ -1,5 +1,6 @@
 //! The memory account of one GPU: the sizes and locations of the program's memory, and its limits.
 
+use super::engine::CHUNK;
 use nvshare_wire::{Counts, client::StuckReason};
 
 /// The account of one GPU, in bytes. Ranges are counted in full, so their sizes are multiples of the
@@ -20,6 +21,12 @@ pub struct Account {
     pub managed: u64,
     /// The part of `mapped` and `pinned` that is managed memory. At most `managed`.
     pub managed_mapped: u64,
+    /// The part of `demand` that is not on the GPU, and that the driver cannot fault in.
+    pub lacking: u64,
+    /// Memory that the driver can fault in: managed memory in chunks of this library.
+    pub pageable: u64,
+    /// Whether the limit may exceed the GPU for managed memory, because a rule permits it.
+    pub may_exceed_gpu: bool,
     /// The scheduler's limit on mapped bytes; `u64::MAX` without a scheduler.
     pub allowance: u64,
     /// The sequence number of the latest allowance that has been carried out.
@@ -78,10 +85,15 @@ impl Account {
     pub fn may_grow(&self) -> bool {
         !self.is_complete() && self.room() > 0
     }
+    /// Whether only managed memory is missing, and the allowance has no room for its chunks. The driver
+    /// faults it in, if a rule permits managed memory beyond the GPU.
+    fn pages_in(&self) -> bool {
+        self.may_exceed_gpu && self.lacking == 0 && self.room() < CHUNK.min(self.demand - self.mapped)
+    }
     /// Whether the program may run, as far as its memory is concerned: all of it is on the GPU, or pages
     /// fault in on demand. A program whose memory has lost its contents may not run.
     pub fn can_run(&self) -> bool {
-        !self.is_lost && (self.demand_paged || (self.is_complete() && self.in_flight == 0))
+        !self.is_lost && (self.demand_paged || (self.in_flight == 0 && (self.is_complete() || self.pages_in())))
     }
     /// Whether the limit is the one in force. It is not if the scheduler that sent it has gone, or if a new
     /// scheduler has not sent its limit yet. An allocation that exceeds such a limit waits: soon, a scheduler
@@ -99,6 +111,13 @@ impl Account {
     pub(super) fn admits(&self, len: u64, beyond: bool) -> bool {
         let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
         len <= self.free() || (beyond && self.max == 0 && wanted <= self.env_max)
+    }
+    /// Whether the scheduler may grant a limit for `len` more bytes, if it grants at most `most` for memory
+    /// that must be on the GPU.
+    pub fn is_grantable(&self, len: u64, is_managed: bool, most: u64) -> bool {
+        let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
+        let pageable = self.pageable.saturating_add(if is_managed { len } else { 0 });
+        wanted.saturating_sub(if self.may_exceed_gpu { pageable } else { 0 }) <= most
     }
     /// Whether the demand exceeds the largest demand that was completely on the GPU. If so, no work can
     /// have used all of the memory yet.
@@ -133,11 +152,23 @@ impl Account {
     pub(super) fn map(&mut self, len: u64, is_managed: bool) {
         self.mapped += len;
         self.managed_mapped += if is_managed { len } else { 0 };
+        self.lacking -= if is_managed { 0 } else { len };
     }
     /// Counts `len` mapped bytes no longer.
     pub(super) fn unmap(&mut self, len: u64, is_managed: bool) {
         self.mapped -= len;
         self.managed_mapped -= if is_managed { len } else { 0 };
+        self.lacking += if is_managed { 0 } else { len };
+    }
+    /// Counts `len` more bytes that the program needs, and that are not on the GPU.
+    pub(super) fn demand_more(&mut self, len: u64, is_managed: bool) {
+        self.demand += len;
+        *if is_managed { &mut self.pageable } else { &mut self.lacking } += len;
+    }
+    /// Counts `len` bytes no longer that are not on the GPU.
+    pub(super) fn demand_less(&mut self, len: u64, is_managed: bool) {
+        self.demand -= len;
+        *if is_managed { &mut self.pageable } else { &mut self.lacking } -= len;
     }
     pub(super) fn pin(&mut self, bytes: u64) {
         (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);

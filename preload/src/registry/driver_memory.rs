@@ -170,7 +170,7 @@ pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
         gpu.release_pools(); // before an allocation fails, unused memory of pools is released
     }
     let account = space.lock().account;
-    bytes <= account.free() || limit_request::raise(gpu, bytes, account.limit) == Outcome::Raised
+    bytes <= account.free() || limit_request::raise(gpu, bytes, false, account.limit) == Outcome::Raised
 }
 
 /// Returns the GPU of a VMM allocation, or `None` for an allocation in host memory.

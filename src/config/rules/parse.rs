@@ -34,6 +34,7 @@ pub struct RawRule {
     memory_low: Option<Spanned<MemoryLow>>,
     swap_max: Option<SwapMax>,
     on_memory_full: Option<OnFull>,
+    managed_beyond_gpu: Option<bool>,
     sleep_after: Option<IdleTime>,
     weight: Option<Weight>,
     time_min: Option<Spanned<Percent>>,
@@ -110,7 +111,7 @@ impl RawRule {
             user: self.user.map(|user| account("user", user, unknown, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, unknown, group_id)).transpose()?,
         };
-        let has_flag = self.gang.or(self.fabric_handles).is_some();
+        let has_flag = self.gang.or(self.fabric_handles).or(self.managed_beyond_gpu).is_some();
         let is_empty = memory.is_none() && share.is_none() && !has_flag && self.sleep_after.is_none();
         if is_empty && self.gpu_hours.is_none() && places == Whereabouts::default() {
             return Err((span, format!("the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", "))));
@@ -124,7 +125,13 @@ impl RawRule {
         }
         let gpu_hours = self.gpu_hours.map(Spanned::into_inner);
         let sleep_after = self.sleep_after.map(|after| after.0);
-        let limits = RuleLimits { sleep_after, share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
+        let limits = RuleLimits {
+            sleep_after,
+            share,
+            gang: self.gang.unwrap_or(false),
+            managed_beyond_gpu: self.managed_beyond_gpu.unwrap_or(false),
+            ..memory.unwrap_or_default()
+        };
         let fabric_handles = self.fabric_handles.unwrap_or(false);
         Ok(Rule { origin, name, subject, limits, gpu_hours, fabric_handles, places })
     }

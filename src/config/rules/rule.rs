@@ -13,11 +13,12 @@ use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share};
 pub const SUBJECT_KEYS: [&str; 8] = ["name", "unit", "slice", "container", "pod", "claim", "user", "group"];
 
 /// The keys of a rule that set limits and shares.
-pub const LIMIT_KEYS: [&str; 17] = [
+pub const LIMIT_KEYS: [&str; 18] = [
     "memory-max",
     "memory-low",
     "swap-max",
     "on-memory-full",
+    "managed-beyond-gpu",
     "sleep-after",
     "weight",
     "time-min",
@@ -79,8 +80,16 @@ impl Rule {
         let Subject { unit, slice, container, pod, claim, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
         let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
-        let RuleLimits { memory_max, memory_low, swap_max, on_memory_full, sleep_after, share: says, gang } =
-            self.limits;
+        let RuleLimits {
+            memory_max,
+            memory_low,
+            swap_max,
+            on_memory_full,
+            sleep_after,
+            share: says,
+            gang,
+            managed_beyond_gpu,
+        } = self.limits;
         let amount = |amount: Amount| match amount {
             Amount::Infinity => "infinity".into(),
             Amount::Bytes(bytes) => i64::try_from(bytes).unwrap_or(i64::MAX).into(),
@@ -106,6 +115,7 @@ impl Rule {
             ("memory-low", memory_low.map(amount)),
             ("swap-max", swap_max.map(|bytes| amount(Amount::Bytes(bytes)))),
             ("on-memory-full", (on_memory_full == OnMemoryFull::Wait).then(|| "wait".into())),
+            ("managed-beyond-gpu", managed_beyond_gpu.then(|| true.into())),
             ("sleep-after", sleep_after.map(|after| idle_time(after).into())),
             ("weight", says.map(|_| weight)),
             ("time-min", (min > 0).then(|| format!("{min}%").into())),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use nvshare_wire::env_limits::LimitName;
-use nvshare_wire::scheduler::FABRIC_HANDLES;
+use nvshare_wire::scheduler::{FABRIC_HANDLES, MANAGED_BEYOND_GPU};
 use nvshare_wire::{SchedulerMessage, Text};
 use tracing::debug;
 
@@ -78,14 +78,16 @@ impl Model {
     /// size.
     pub(super) fn announce_rules(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
-            let offers_fabric = self.rule_of(client).is_some_and(|rule| rule.fabric_handles);
+            let rule = self.rule_of(client);
+            let offers_fabric = rule.is_some_and(|rule| rule.fabric_handles);
+            let beyond = rule.filter(|rule| rule.limits.managed_beyond_gpu).map_or(0, |_| MANAGED_BEYOND_GPU);
             let Some(entry) = self.clients.get_mut(&client) else { continue };
             if entry.announced_rules.len() > self.gpus.len() {
                 entry.announced_rules.retain(|gpu, _| self.gpus.contains_key(gpu));
             }
             for (gpu, properties) in &self.gpus {
                 let memory_max = self.machine.lowest_max(client, *gpu).unwrap_or(0);
-                let permissions = if properties.has_fabric || offers_fabric { FABRIC_HANDLES } else { 0 };
+                let permissions = beyond | if properties.has_fabric || offers_fabric { FABRIC_HANDLES } else { 0 };
                 let before = entry.announced_rules.insert(*gpu, (memory_max, permissions));
                 if before.unwrap_or_default() != (memory_max, permissions) || (before.is_none() && entry.reconnects) {
                     entry.connection.send(SchedulerMessage::GpuRules { uuid: gpu.0, memory_max, permissions });

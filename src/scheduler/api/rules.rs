@@ -36,6 +36,9 @@ pub struct RuleLimits {
     pub share: Option<Share>,
     /// Makes the group's clients one gang, overriding any gang that they name themselves.
     pub gang: bool,
+    /// The managed memory of the group's clients may exceed the GPU: the driver pages it.
+    #[serde(default)]
+    pub managed_beyond_gpu: bool,
 }
 
 /// The differences between two versions of a group's limits that its running clients notice.
@@ -53,10 +56,20 @@ impl RuleLimits {
     /// none because each decision reads it.
     pub(crate) fn changes(self, now: &Self) -> LimitChanges {
         // Eviction reads `memory_low`, and idle sleep reads `sleep_after`.
-        let Self { memory_max, memory_low: _, swap_max, on_memory_full, sleep_after: _, share, gang } = self;
+        let Self {
+            memory_max,
+            memory_low: _,
+            swap_max,
+            on_memory_full,
+            sleep_after: _,
+            share,
+            gang,
+            managed_beyond_gpu,
+        } = self;
         LimitChanges {
             owner: share.is_some() != now.share.is_some(),
-            bounds: (memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full),
+            bounds: (memory_max, swap_max, on_memory_full, managed_beyond_gpu)
+                != (now.memory_max, now.swap_max, now.on_memory_full, now.managed_beyond_gpu),
             gang: gang != now.gang,
             share: share != now.share,
         }

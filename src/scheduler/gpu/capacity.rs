@@ -104,6 +104,12 @@ impl Gpu {
         self.usable(settings).saturating_sub(self.lent_bytes()).saturating_sub(self.away())
     }
 
+    /// Bytes that other clients keep on the GPU.
+    pub(crate) fn pinned_by_others(&self, client: ClientId) -> u64 {
+        let others = self.attachments.iter().filter(|(other, _)| **other != client);
+        others.fold(0, |sum, (_, attachment)| sum.saturating_add(attachment.account().report.pinned))
+    }
+
     /// Bytes that are neither charged nor reserved.
     pub(crate) fn free(&self, settings: &Settings) -> u64 {
         let kept = self.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
@@ -137,6 +143,12 @@ impl Capacities for GpuCapacities<'_> {
 
     fn context(&self, gpu: GpuId) -> u64 {
         self.gpus.get(gpu).map_or(0, |gpu| gpu.context_bytes(self.settings, 1))
+    }
+
+    fn can_be_whole(&self, gpu: GpuId, client: ClientId) -> bool {
+        self.gpus
+            .get(gpu)
+            .is_some_and(|gpu| (gpu.has_only_clients || gpu.others.used() == 0) && gpu.pinned_by_others(client) == 0)
     }
 
     fn is_attaching(&self, gpu: GpuId) -> bool {

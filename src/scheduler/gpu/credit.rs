@@ -69,9 +69,14 @@ impl Gpu {
     }
 
     /// The bytes that a client must be allowed in order to run: its demand plus its shortfall, up
-    /// to the capacity.
+    /// to the capacity. If its managed memory exceeds the GPU, memory that other clients keep there is
+    /// left out.
     pub fn need(&self, cx: Context, client: ClientId) -> u64 {
-        self.wanted(cx, client).min(self.capacity(cx.settings))
+        let (wanted, capacity) = (self.wanted(cx, client), self.capacity(cx.settings));
+        if wanted > capacity && cx.rules.may_exceed_gpu(client) {
+            return capacity.saturating_sub(self.pinned_by_others(client));
+        }
+        wanted.min(capacity)
     }
 
     /// The need, which may exceed the capacity.

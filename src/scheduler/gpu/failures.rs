@@ -135,7 +135,8 @@ impl Gpu {
     /// Begins a trial if the client has the whole GPU and its demand exceeds the usable memory. The
     /// client may then try to map the rest.
     fn begin_trial(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
-        let Some(demand) = self.demand_of_trial(client) else { return };
+        let demand = self.demand_of_trial(client).filter(|_| !cx.rules.may_exceed_gpu(client));
+        let Some(demand) = demand else { return };
         let Some(account) = self.account(client) else { return };
         // A trial is all or nothing. The trial cannot begin while memory of the client is being
         // evicted, or while bytes are reserved for other clients.

@@ -118,6 +118,11 @@ impl Others {
         self.rooms.get_mut(&id).into_iter().for_each(|room| room.is_ready = true);
     }
 
+    /// Bytes that other programs use.
+    pub fn used(&self) -> u64 {
+        self.used
+    }
+
     /// Bytes that other programs have taken from rooms.
     pub fn taken(&self) -> u64 {
         if self.rooms.is_empty() { 0 } else { self.used - self.beside_rooms }

@@ -95,7 +95,7 @@ impl<'a> Model<'a> {
     }
 
     pub fn is_crowded_out(&self, id: GpuId, clients: &[ClientId]) -> bool {
-        self.gpus.get(id).is_some_and(|gpu| gpu.is_crowded_out(self.settings, clients))
+        self.gpus.get(id).is_some_and(|gpu| gpu.is_crowded_out(self.settings, self.rules, clients))
     }
 
     /// The time to evict `bytes` from a GPU and restore them: see [`Gpu::moving_both_ways`].

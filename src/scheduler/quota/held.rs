@@ -41,9 +41,9 @@ impl HeldRequest {
 
 impl Quota {
     /// Holds a request that exceeds the GPU's present offer. Returns `false` if the request exceeds
-    /// even the highest possible offer.
+    /// even the highest possible offer, and managed memory may not exceed the GPU.
     pub(super) fn hold_for_room(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) -> bool {
-        let may_fit = cx.gpus.offer_at_best(id).is_some_and(|best| bytes <= best);
+        let may_fit = cx.gpus.offer_at_best(id).is_some_and(|best| bytes <= best || cx.rules.may_exceed_gpu(client));
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| may_fit) {
             gpu.held_requests.insert(client, HeldRequest { bytes, since: cx.now, for_contexts: None });
         }

@@ -10,6 +10,9 @@ pub(super) struct Host {
     bytes: Option<u64>,
     /// Bytes that would be in host memory if every client used a whole GPU, summed over all GPUs.
     pub most: u64,
+    /// Bytes beyond a GPU that clients have requested for managed memory. `most` does not include them.
+    #[serde(default)]
+    wanted_beyond: u64,
     /// Bytes that would be in host memory if every client used its whole limit.
     pub committed: u64,
     /// `bytes` was less than `most` when limits were last computed.
@@ -52,7 +55,12 @@ impl Host {
     }
 
     fn would_be_scarce(&self) -> bool {
-        self.bytes.is_some_and(|bytes| bytes < self.most)
+        self.bytes.is_some_and(|bytes| bytes < self.most.saturating_add(self.wanted_beyond))
+    }
+
+    /// Replaces a request for memory beyond a GPU.
+    pub fn want_beyond(&mut self, before: u64, now: u64) {
+        self.wanted_beyond = (self.wanted_beyond - before).saturating_add(now);
     }
 
     /// Marks all limits for recomputation if memory has become scarce or is no longer scarce. Must

@@ -71,6 +71,8 @@ pub(crate) trait Capacities {
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64>;
     /// The estimated size of an unmeasured context, in bytes.
     fn context(&self, gpu: GpuId) -> u64;
+    /// Whether all memory on the GPU belongs to this client, or can be evicted for it.
+    fn can_be_whole(&self, gpu: GpuId, client: ClientId) -> bool;
     /// Whether clients are waiting to create a context on the GPU. Such clients also wait for their
     /// first limit.
     fn is_attaching(&self, gpu: GpuId) -> bool;
@@ -243,7 +245,9 @@ impl Quota {
     /// Records the limit that a client has requested. `None`: the request has ended.
     fn set_wanted(&mut self, client: ClientId, id: GpuId, wanted: Option<Wanted>) {
         let Some(entry) = self.entry_mut(client, id) else { return };
-        entry.limit.wanted = wanted;
+        let before = std::mem::replace(&mut entry.limit.wanted, wanted);
+        let beyond = |wanted: Option<Wanted>| wanted.map_or(0, |wanted| wanted.beyond);
+        self.host.want_beyond(beyond(before), beyond(wanted));
         if wanted.is_some() {
             self.requests.insert((id, client));
         } else {
@@ -258,7 +262,10 @@ impl Quota {
         let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
         // `most` includes room that unmeasured contexts may leave. A request for that room is held
         // until the contexts are measured.
-        let (most, max) = (cx.gpus.offer_as_measured(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
+        let most = cx.gpus.offer_as_measured(id);
+        // A limit may exceed the GPU for managed memory. Other memory must fit there.
+        let most = if cx.rules.may_exceed_gpu(client) { most } else { most.max(bytes) };
+        let max = cx.rules.lowest_max(client, cx.gpus.total(id));
         fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
     }
 

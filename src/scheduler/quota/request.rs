@@ -9,7 +9,7 @@
 use super::{
     Context, Quota,
     held::HeldRequest,
-    limit::Wanted,
+    limit::{Limit, Wanted},
     solver::{At, QuotaProblem},
 };
 use crate::{api::*, effects::Effects};
@@ -71,7 +71,7 @@ impl Quota {
             Some(Denial::MemoryMax)
         } else if is_beyond(cx.rules.swap_max(client)) {
             Some(Denial::SwapMax)
-        } else if bytes > cx.gpus.offer(id) {
+        } else if bytes > cx.gpus.offer(id) && !self.may_exceed(cx, client, id) {
             let is_held = match held {
                 None => self.hold_for_room(cx, client, id, bytes),
                 Some(before) => self.hold_for_contexts(cx, fx, client, id, before),
@@ -88,11 +88,22 @@ impl Quota {
             fx.command(Command::Denied { client, gpu: id, bytes, why });
         } else {
             // If a client repeats its request, the request keeps its place in the order.
-            let fresh = Wanted { bytes, since: cx.now, number, held: None };
-            self.set_wanted(client, id, Some(before.map_or(fresh, |before| Wanted { bytes, ..before })));
+            let has = self.limit(client, id).map_or(0, Limit::demand).max(cx.gpus.offer(id));
+            let fresh = Wanted { bytes, since: cx.now, number, beyond: bytes.saturating_sub(has), held: None };
+            self.set_wanted(
+                client,
+                id,
+                Some(before.map_or(fresh, |before| Wanted { bytes, beyond: fresh.beyond, ..before })),
+            );
             self.host.mark_all_changed();
         }
         false
+    }
+
+    /// Whether a client's limit may exceed the GPU. While such a client runs, the driver pages its managed
+    /// memory, and no other client may have memory on the GPU. So memory that stays there prevents it.
+    pub(super) fn may_exceed(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
+        cx.rules.may_exceed_gpu(client) && cx.gpus.can_be_whole(id, client)
     }
 
     /// Grants the requests that can be met, in order. Denies the other requests, except if a rule

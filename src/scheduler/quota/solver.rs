@@ -302,6 +302,7 @@ impl Quota {
                     bound.quotas.push(at);
                 }
                 let env_bound = self.env_bound(cx, client, id);
+                let capacity = capacity.max(self.reach_beyond(cx, client, id));
                 quotas.push(ClientQuota {
                     client,
                     floor,

@@ -76,6 +76,16 @@ fn an_impossible_limit_request_is_denied_immediately() {
     assert!(commands.contains(&denied(1, 14 * GIB)), "only 13 are not needed: {commands:?}");
 }
 
+#[test]
+fn managed_memory_may_exceed_the_gpu_as_far_as_the_host_has_room() {
+    let mut t = on_a_small_host();
+    t.put(&[1], RuleLimits { managed_beyond_gpu: true, ..RuleLimits::default() });
+    assert_eq!(limits(&t.wish(1, 20 * GIB)), [(2, 4 * GIB)], "first the other has to know");
+    assert_eq!(limits(&t.map(2)), [(1, 20 * GIB)]);
+    assert!(t.wish(1, 23 * GIB).contains(&denied(1, 23 * GIB, Denial::NoRoom)), "the host has 8, and 2 are needed");
+    assert!(t.wish(2, 17 * GIB).contains(&denied(2, 17 * GIB, Denial::NoRoom)), "no rule permits it");
+}
+
 /// A client that requests more than other programs left free at the last measurement.
 fn hoping() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);

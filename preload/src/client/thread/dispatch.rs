@@ -44,6 +44,7 @@ impl ClientThread {
             SchedulerMessage::GpuRules { uuid, memory_max, permissions } => {
                 rules::limit(uuid, memory_max);
                 rules::permit(uuid, permissions);
+                gpu::in_use().filter(|gpu| gpu.uuid() == Some(uuid)).for_each(Gpu::update_permissions);
             }
             SchedulerMessage::Reserved { slot, bytes } => {
                 by_slot(slot).inspect(|gpu| gpu.reservation_answers.room(bytes));
@@ -223,7 +224,7 @@ mod tests {
         for (answer, outcome) in [(denied, Outcome::Denied), (limit(GRANULE, 2), Outcome::Raised)] {
             client.scheduler.sent();
             thread::scope(|scope| {
-                let asking = scope.spawn(move || raise(gpu, GRANULE, 0));
+                let asking = scope.spawn(move || raise(gpu, GRANULE, false, 0));
                 let mut sent = Vec::new();
                 until(|| {
                     sent.extend(client.sent());

@@ -276,7 +276,7 @@ mod tests {
         let limit = SchedulerMessage::Limit { slot: gpu.index, bytes: 0, seq: 1, most: GRANULE, spare: 0, max: 0 };
         client.receive(limit);
         thread::scope(|scope| {
-            let asking = scope.spawn(move || raise(gpu, GRANULE, 0));
+            let asking = scope.spawn(move || raise(gpu, GRANULE, false, 0));
             until(|| client.sent().iter().any(|message| matches!(message, ClientMessage::RequestLimit { .. })));
             client.thread.on_disconnect("it has ended");
             thread::sleep(Duration::from_millis(20));

@@ -9,6 +9,7 @@ use crate::{
     driver::{self, context::is_dead, types::*},
     env::trace::trace,
     memory::{
+        engine::{Engine, Managed},
         file::HostCopy,
         space::{
             Space,
@@ -36,7 +37,13 @@ impl Mover {
     pub(super) fn evict_some(&mut self, space: &Mutex<Space>, target: u64) -> Result<Option<Duration>, Stop> {
         if self.is_idle() {
             // No work is running, so all frees are done. Unused pool memory is released instead of copied.
-            space.lock().release_pools_at_rest();
+            let mut guard = space.lock();
+            guard.release_pools_at_rest();
+            let (gpu, strays) = (guard.gpu(), guard.take_strays());
+            drop(guard);
+            for (at, len) in strays {
+                Managed.prefetch(gpu, at, len, false, self.stream());
+            }
         }
         while self.has_room() {
             let guard = space.lock();

@@ -136,20 +136,67 @@ impl Space {
         Some(taken)
     }
 
-    /// Returns all chunks that can be restored without reading a file: base, offset and length.
-    pub(in crate::memory) fn chunks_to_restore(&self) -> Vec<(u64, u64, u64)> {
-        let live = self.ranges.iter().filter(|(_, range)| range.moves());
-        let chunks = live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
-        chunks.filter(|(_, c)| c.is_at_hand()).map(|(base, c)| (base, c.offset, c.len)).collect()
+    /// Returns all chunks that can be restored without reading a file: base, offset and length. Chunks
+    /// that the driver cannot fault in come first.
+    pub(in crate::memory) fn chunks_to_restore(&mut self) -> Vec<(u64, u64, u64)> {
+        self.may_have_strays |= self.account.may_exceed_gpu;
+        self.yield_pages(self.account.lacking);
+        let live = || self.ranges.iter().filter(|(_, range)| range.moves());
+        let chunks = |is_paged: bool| {
+            let chunks = live().flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
+            chunks.filter(move |(_, c)| (c.flags.managed > 0) == is_paged && c.is_at_hand())
+        };
+        chunks(false).chain(chunks(true)).map(|(base, c)| (base, c.offset, c.len)).collect()
     }
 
     /// Whether the allowance has room for a chunk that is off the GPU.
     pub fn can_restore(&self) -> bool {
         let room = self.account.room();
         let lacking = |c: &Chunk| c.is_away() && c.len <= room;
-        !self.account.is_complete() && self.ranges.values().any(|r| r.moves() && r.chunks.iter().any(lacking))
+        let account = &self.account;
+        let can_yield = || account.may_exceed_gpu && account.lacking > 0 && account.managed_mapped > 0;
+        let has_room = || self.ranges.values().any(|r| r.moves() && r.chunks.iter().any(lacking));
+        !account.is_complete() && (has_room() || (can_yield() && account.lacking <= room + account.managed_mapped))
     }
 
+    /// Makes room within the allowance for `len` bytes that the driver cannot fault in, if managed memory
+    /// may exceed the GPU. Chunks of managed memory then count as off the GPU. The driver moves their pages
+    /// when the room is used.
+    pub(super) fn yield_pages(&mut self, len: u64) {
+        while self.account.may_exceed_gpu && self.account.room() < len {
+            let is_there = |chunk: &Chunk| chunk.flags.managed > 0 && matches!(chunk.residency, Residency::Gpu { .. });
+            let live = self.ranges.iter_mut().filter(|(_, range)| range.moves());
+            let found = live.flat_map(|(base, range)| range.chunks.iter_mut().map(move |c| (*base, c)));
+            let Some((base, chunk)) = { found }.find(|(_, chunk)| is_there(chunk)) else { return };
+            chunk.residency = Residency::Host(None);
+            let len = chunk.len;
+            self.on_eviction(base, len, &Residency::Host(None));
+            self.may_have_strays = true;
+        }
+    }
+    /// Returns parts of managed memory that may be on the GPU although they do not count as mapped,
+    /// because the program has run while its managed memory exceeded the GPU. The caller prefetches them
+    /// to the host.
+    pub(in crate::memory) fn take_strays(&mut self) -> Vec<(u64, u64)> {
+        if !core::mem::take(&mut self.may_have_strays) {
+            return Vec::new();
+        }
+        let mut strays: Vec<(u64, u64)> = Vec::new();
+        for (base, range) in self.ranges.iter_mut().filter(|(_, range)| range.moves()) {
+            for chunk in range.chunks.iter_mut().filter(|chunk| chunk.flags.managed > 0 && chunk.is_at_hand()) {
+                let (at, len) = (base + chunk.offset, chunk.flags.part_inside(chunk.offset, chunk.len));
+                if matches!(chunk.residency, Residency::Unbacked) {
+                    chunk.residency = Residency::Host(None);
+                    self.account.swapped += chunk.len;
+                }
+                match strays.last_mut().filter(|(before, part)| before + part == at) {
+                    Some((_, part)) => *part += len,
+                    None => strays.push((at, len)),
+                }
+            }
+        }
+        strays
+    }
     /// Selects chunks to evict until `bytes` bytes are freed. Chunks with a copy come first.
     pub(super) fn chunks_to_evict(&self, bytes: u64) -> Vec<(u64, &Chunk)> {
         let mut leaving = Vec::new();

@@ -162,6 +162,28 @@ mod tests {
     }
 
     #[test]
+    fn managed_memory_beyond_the_gpu_makes_room_for_other_memory() {
+        let memory = Memory::new();
+        {
+            let mut space = memory.space.lock();
+            space.account.may_exceed_gpu = true;
+            space.limit(1, 8 * GRANULE, 2 * GRANULE, 0);
+            space.allow(1, 4 * GRANULE);
+        }
+        allocate(&memory, AT);
+        let plain = [(); 2].map(|()| memory.allocate());
+        assert!(plain.iter().all(|at| memory.driver.is_mapped(*at)));
+        let account = memory.account();
+        assert_eq!((account.mapped, account.swapped, account.lacking), (2 * GRANULE, SIZE, 0));
+        assert!(account.can_run(), "the driver pages the managed memory");
+        let more = memory.space.lock().allocate(GRANULE, memory.context as usize, false, memory.work);
+        assert_eq!(more, Err(ERROR_OUT_OF_MEMORY), "other memory must fit on the GPU");
+        assert_eq!(memory.space.lock().take_strays(), [(AT, SIZE - 1)], "the driver may have moved it to the GPU");
+        memory.space.lock().account.may_exceed_gpu = false;
+        assert!(!memory.account().can_run());
+    }
+
+    #[test]
     fn managed_memory_that_a_program_thread_must_free_still_counts() {
         let memory = Memory::new();
         let managed = || memory.account().managed;

@@ -72,6 +72,8 @@ pub struct Space {
     /// Whether chunks have arrived, or pools at rest have released memory, since the last
     /// [`take_arrivals`](Self::take_arrivals).
     has_arrivals: bool,
+    /// Whether managed memory that does not count as mapped may be on the GPU ([`Space::take_strays`]).
+    may_have_strays: bool,
 }
 
 /// The purpose of a range.
@@ -212,6 +214,7 @@ impl Space {
             account,
             visible_limit: VisibleLimit::Unasked,
             has_arrivals: false,
+            may_have_strays: false,
         }
     }
 
@@ -295,7 +298,8 @@ impl Space {
         flags: Flags,
         beyond: bool,
     ) -> Result<(u64, Backing), CUresult> {
-        if !self.account.admits(len, beyond) {
+        let is_too_much = self.account.may_exceed_gpu && !self.account.is_grantable(len, false, self.account.limit_max);
+        if is_too_much || !self.account.admits(len, beyond) {
             return Err(ERROR_OUT_OF_MEMORY);
         }
         let base = self.engine.reserve(len)?;
@@ -311,12 +315,17 @@ impl Space {
             .collect();
         let (pins, exported, aliases) = (Pins::default(), None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pins, exported, aliases };
-        self.account.demand += len;
         let is_managed = !engine.copies();
+        self.account.demand_more(len, is_managed);
         self.account.managed += if is_managed { len } else { 0 };
+        self.may_have_strays |= is_managed && self.account.may_exceed_gpu;
         // Maps the range now only if no other memory is missing, because missing chunks get the
-        // room first.
-        let lacking = self.account.demand - len > self.account.mapped;
+        // room first. Managed memory that exceeds the GPU makes room.
+        let mut lacking = self.account.demand - len > self.account.mapped;
+        if self.account.may_exceed_gpu && !is_managed {
+            lacking = self.account.lacking > len;
+            self.yield_pages(self.account.lacking);
+        }
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
         if may_map {
@@ -373,7 +382,7 @@ impl Space {
                 }
                 Residency::Unbacked | Residency::Constant(_) | Residency::Moving => {}
             }
-            self.account.demand -= chunk.len;
+            self.account.demand_less(chunk.len, is_managed);
         }
         if is_managed && range.gone {
             self.account.managed -= range.len;

@@ -112,7 +112,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "--mem 16M --rounds 8 --kind alloc|vmm|managed|async --seconds 0: free memory that queued work uses, hold nothing",
     ),
     ("info", info::run, "what the driver says about the GPU and its memory"),
-    ("oversub", oversub::run, "--mem 2G --chunk 64M --kind alloc|vmm|managed: allocate until it fails, touch, verify"),
+    (
+        "oversub",
+        oversub::run,
+        "--mem 2G --chunk 64M --kind alloc|vmm|managed --beside 0: allocate until it fails, and plain memory beside it; touch, verify",
+    ),
     ("latency", latency::run, "--launches 100000: the cost of launching an empty kernel"),
     ("launches", launches::run, "--ms 3000 --ns 1000 --pause-us 20: kernels, and a pause of the host after each"),
     ("leaves", leaves::run, "--mem 48M --ms 600 --status 7: exit at a random moment while a thread works"),

@@ -24,6 +24,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             Err(e) => return Err(e.into()),
         }
     }
+    let beside = args.size("beside", "0");
+    if beside > 0 {
+        buffers.push(Buffer::new(Kind::Alloc, beside as usize)?);
+    }
     let rounds = args.size("rounds", "2");
     for _ in 0..rounds {
         for (i, buffer) in buffers.iter().enumerate() {
@@ -34,7 +38,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     for (i, buffer) in buffers.iter().enumerate().take(if rounds == 0 { 0 } else { buffers.len() }) {
         expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (i as u64 + 1))?;
     }
-    report.integer("allocated", buffers.len() as u64 * chunk);
+    report.integer("allocated", buffers.iter().map(|buffer| buffer.count() * 4).sum());
     report.text("failed", failed);
     Ok(())
 }
