@@ -3,15 +3,15 @@
 #
 #     bench/cpu.sh [PART…]    default: all parts that PARTS lists
 #
-# A part is a benchmark of cargo or one of the functions below. `check`, which runs `make check` in a
-# fresh clone, and `cockpit`, which boots a Debian, are long, and need an idle machine. Some parts need
-# root. JSON=FILE writes to another file.
+# A part is a benchmark of cargo or one of the functions below. Some need root. The following are long,
+# and need an idle machine: `check`, which runs `make check` in a fresh clone, and `cockpit` and
+# `hibernations`, which boot a Debian. JSON=FILE writes to another file.
 set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
 json=${JSON:-$PWD/bench/results.json}
-PARTS="events handover metrics top debug guest exposure hostile soak swap-file eight-jax aliases simulate waiting crash demo"
-LONG="check cockpit"
+PARTS="events handover metrics top debug guest exposure hostile soak swap-file eight-jax field aliases simulate waiting crash demo"
+LONG="check cockpit hibernations"
 
 add() { python3 bench/gpu/figures.py --add "$json" "$1" "$2" "$3" "$4"; }
 
@@ -82,7 +82,12 @@ cockpit() {
     add cockpit-100-clients-cpu "$(cat target/cockpit)" percent "$note"
 }
 
-benches="events handover metrics top debug guest exposure hostile soak swap-file eight-jax"
+hibernations() {
+    HIBERNATIONS=500 SUITES=trixie FRESH=no make check-system 2>&1 | tee /dev/stderr | grep '500 hibernations with kills' >target/kills
+    add hibernate-kills-lost 0 count "$(sed 's/^ *//' target/kills)" # the step fails if one is lost
+}
+
+benches="events handover metrics top debug guest exposure hostile soak swap-file eight-jax field"
 $cargo build --release --locked --manifest-path preload/Cargo.toml
 $cargo build --release --locked -p nvshare -p nvshare-checkpoint -p cuda-programs -p cuda-sim -p nvml-sim
 for part in ${*:-$PARTS}; do

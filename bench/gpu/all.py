@@ -147,6 +147,7 @@ PARTS = [
         ["vllm_servers.py", "--steps", "graph,http", "--switches", "100", "--switch-time", "400"],
         modules=("torch", "vllm"),
     ),
+    Part("foreign", 120, ["foreign-checkpoint-room"], ["foreign.py"], modules=()),
     Part("gangs", 300, ["gang-auto-over-best"], ["gangs.py", "--cases", "native,on-announced,auto-announced"], gpus=2),
 ]
 
