@@ -3,8 +3,8 @@
 //! - `unnamed-tensor-parallel-stuck`: two jobs of two ranks start together. They do not fit on the GPUs
 //!   together, and no launcher names them. The figure is the number of pairs that are not done within
 //!   twice the time that the jobs take one after the other.
-//! - `managed-beyond-gpu-errors`: programs that do not fit together, one of which has more managed memory
-//!   than the GPU. The figure is the number of programs that fail or have wrong results. In every other
+//! - `managed-beyond-gpu-errors`: a program with more managed memory than the GPU has, beside another
+//!   program. The figure is the number of programs that fail or have wrong results. In every other
 //!   round, the large program is killed.
 //! - `foreign-checkpoint-room`: a program under nvshare checkpoints a program that fills the GPU. The figure
 //!   is the time until another program has the GPU, in the slowest round.
@@ -40,7 +40,7 @@ fn main() {
     results.write();
 }
 
-/// A machine of two GPUs, each of which has room for one rank.
+/// A machine of two GPUs with room for one rank on each.
 fn two_gpus() -> Machine {
     let simulator = vec![("CUDA_SIM_GPUS", RANKS.to_string())];
     let setup = Setup { memory: 64 * MIB, simulator, time_quantum: Duration::from_millis(100), ..Setup::default() };
