@@ -198,7 +198,7 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
         106 => 32,       // blocks per multiprocessor
         110 => vmm,      // access by other devices
         115 => 1,        // memory pools
-        119 => 1 | 8 * fabric, // pool handle types: file descriptors, FABRIC handles
+        119 => 1 | (8 * fabric), // pool handle types: file descriptors, FABRIC handles
         128 => fabric & vmm, // FABRIC handles
         136 => i32::from(Config::get().decompression), // algorithms for decompression by hardware
         120 | 122 | 123 => 1, // clusters, 64-bit stream memory operations
