@@ -6,13 +6,19 @@
 //! contains that record. `restore --sent` on the other host is the order that makes the copy the program. If
 //! this host gets no answer to the order, its image stays, and is not restored here: the program may run there.
 //! The same command then continues, from the state of the copy. So it needs no other state than the records.
+//!
+//! An image here becomes the program again only after its copy was taken away, in one step that only succeeds while
+//! the copy was not restored. A copy that is not found may have been restored and deleted, so nothing follows from
+//! its absence.
 
+use std::fs::File;
 use std::io::{IsTerminal, stderr};
 use std::os::fd::AsFd;
 use std::process::{Command, Output, Stdio};
 
 use super::{CtlError, Target, block_on, password, pause};
-use crate::bus::SchedulerProxy;
+use crate::bus::{Image, SchedulerProxy};
+use nvshare_hibernate::{SAVED_RECORD, reserve, sent_record};
 
 /// The directory of the images on both hosts.
 const IMAGES: &str = "/var/lib/nvshare-hibernate";
@@ -30,6 +36,9 @@ const SSH: [&str; 8] = [
     "-l",
     "root",
 ];
+/// Time limit for a command on the other host, in seconds: more than a restore takes, which ends after 20 minutes. The
+/// disk there may not answer.
+const LIMIT: &str = "1500";
 
 fn failed(text: String) -> CtlError {
     CtlError::Failed(text)
@@ -64,12 +73,70 @@ struct Remote<'a> {
     host: &'a str,
 }
 
-/// Returns the state of an image, and the host that got a copy.
-async fn state(scheduler: &SchedulerProxy<'_>, image: &str) -> Result<(String, Option<String>), CtlError> {
+async fn find(scheduler: &SchedulerProxy<'_>, image: &str) -> Result<Image, CtlError> {
     let images = scheduler.list_hibernated().await?;
-    let image = images.into_iter().find(|known| known.name == image);
-    let found = image.and_then(|image| Some((image.state?, image.sent_to)));
+    let found = images.into_iter().find(|known| known.name == image);
     found.ok_or_else(|| failed("there is no such image any more. See: nvsharectl hibernated".into()))
+}
+
+/// Locks an image against other commands that send it. The helper locks the directory.
+fn lock(image: &str) -> Result<File, CtlError> {
+    let refused = |e: &dyn std::fmt::Display| failed(format!("cannot send image {image}: {e}"));
+    let file = File::open(format!("{IMAGES}/{image}/manifest")).map_err(|e| refused(&e))?;
+    file.try_lock().map_err(|_| refused(&"another command is sending it"))?;
+    Ok(file)
+}
+
+/// Checks the checksums of keys: this host's, and the other host's with the keys that it trusts.
+fn compare_keys(host: &str, own: &str, theirs: &str) -> Result<(), CtlError> {
+    let sums = |text: &str| text.lines().filter_map(|line| line.split(' ').next().map(str::to_owned)).collect();
+    let (own, theirs): (Vec<String>, Vec<String>) = (sums(own), sums(theirs));
+    match (&own[..], &theirs[..]) {
+        // Its image would be the copy, and would be deleted with it.
+        ([own], [key, ..]) if own == key => Err(failed(format!("{host} is this host, or has the same {IMAGES}/key"))),
+        ([own], [_, trusted @ ..]) if trusted.contains(own) => Ok(()),
+        _ => Err(failed(format!(
+            "{host} does not trust this host's images. If its users may get the programs of this host, run: ssh \
+             root@{host} install -d -m 700 {IMAGES}/trusted; scp {IMAGES}/key root@{host}:{IMAGES}/trusted/$(hostname)"
+        ))),
+    }
+}
+
+/// The command that makes a complete copy an image, once it is on the disk of the other host. The record here may
+/// have changed before it was copied.
+fn publish_command(images: &str, image: &str, host: &str) -> String {
+    let sent = sent_record(host);
+    format!(
+        "cd {images} && grep -qF '{sent}' .incoming-{image}/record && sync -f . && mv -T .incoming-{image} {image} && \
+         sync -f ."
+    )
+}
+
+/// The command that takes a copy away, so that it can never be restored. It fails if the copy was restored, is being
+/// restored, or does not exist. The helper's lock protects the record.
+fn take_command(images: &str, image: &str, host: &str) -> String {
+    let sent = sent_record(host);
+    format!(
+        "cd {images} && rm -rf .deleted-{image} && if [ -d {image} ]; then ( flock --nonblock 9 && grep -qF -e \
+         '{SAVED_RECORD}' -e '{sent}' {image}/record && mv --no-target-directory {image} .deleted-{image} ) \
+         9<{image}; else mv --no-target-directory .incoming-{image} .deleted-{image}; fi && sync -f . && \
+         {{ rm -rf .deleted-{image} || true; }}"
+    )
+}
+
+/// Checks that an image of a size has room on a disk. `figures`: the disk's size and free space, and the size of
+/// the part that was already copied, in bytes.
+fn compare_room(host: &str, bytes: u64, figures: &str) -> Result<(), CtlError> {
+    let figures: Vec<u64> = figures.split_whitespace().filter_map(|figure| figure.parse().ok()).collect();
+    let [size, free, part @ ..] = &figures[..] else {
+        return Err(failed(format!("cannot read the free space of {host}:{IMAGES}")));
+    };
+    let needed = bytes.saturating_sub(part.iter().sum()) + reserve(*size);
+    if needed <= *free {
+        return Ok(());
+    }
+    let (needed, free) = (needed.div_ceil(1 << 20), free >> 20);
+    Err(failed(format!("the image needs {needed} MiB, and {host}:{IMAGES} has {free} MiB. Free space there")))
 }
 
 impl<'a> Remote<'a> {
@@ -87,9 +154,9 @@ impl<'a> Remote<'a> {
     }
 
     fn ssh(&self, command: &str) -> Result<Output, CtlError> {
-        let mut ssh = Command::new("ssh");
-        ssh.args(SSH).arg(self.host).arg(command).stdin(Stdio::null());
-        ssh.output().map_err(|e| failed(format!("cannot start ssh: {e}. Install openssh-client")))
+        let mut ssh = Command::new("timeout");
+        ssh.args(["--foreground", LIMIT, "ssh"]).args(SSH).arg(self.host).arg(command).stdin(Stdio::null());
+        ssh.output().map_err(|e| failed(format!("cannot start timeout: {e}. Install coreutils")))
     }
 
     /// Runs a command, and returns its output.
@@ -103,25 +170,26 @@ impl<'a> Remote<'a> {
 
     /// Checks that the other host can receive images of this one.
     fn check(&self) -> Result<(), CtlError> {
-        let host = self.host;
         if Command::new("rsync").arg("--version").output().is_err() {
             return Err(failed("cannot start rsync. Install rsync on both hosts".into()));
         }
         self.ask("command -v rsync >/dev/null || { echo 'rsync is missing. Install it' >&2; exit 1; }")?;
         // Creates the directory there.
         self.ask("nvsharectl hibernated")?;
-        let keys = self.ask(&format!("cd {IMAGES} && find key trusted -type f -exec sha256sum {{}} + || true"))?;
+        let trusted = "find trusted -type f -exec sha256sum {} + || true";
+        let keys = self.ask(&format!("cd {IMAGES} && sha256sum key && {{ {trusted}; }}"))?;
         let own = Command::new("sha256sum").arg(format!("{IMAGES}/key")).output();
         let own = own.map_err(|e| failed(format!("cannot start sha256sum: {e}")))?;
-        let own = String::from_utf8_lossy(&own.stdout);
-        let own = own.split_whitespace().next().unwrap_or("none");
-        if keys.lines().any(|line| line.starts_with(own)) {
-            return Ok(());
-        }
-        Err(failed(format!(
-            "{host} does not trust this host's images. If its users may get the programs of this host, run: ssh \
-             root@{host} install -d -m 700 {IMAGES}/trusted; scp {IMAGES}/key root@{host}:{IMAGES}/trusted/$(hostname)"
-        )))
+        compare_keys(self.host, &String::from_utf8_lossy(&own.stdout), &keys)
+    }
+
+    /// Checks that the other host has room for an image. It may already have a part.
+    fn check_room(&self, image: &Image) -> Result<(), CtlError> {
+        let part = format!(".incoming-{}", image.name);
+        let figures = self.ask(&format!(
+            "cd {IMAGES} && df -B1 --output=size,avail . | tail -n 1 && if [ -d {part} ]; then du -sB1 {part}; fi"
+        ))?;
+        compare_room(self.host, image.bytes, &figures)
     }
 
     /// Returns the state of the copy of an image. `None`: the other host has no copy.
@@ -135,6 +203,7 @@ impl<'a> Remote<'a> {
 
     /// Moves an image, from whatever state an earlier attempt has left.
     async fn send(&self, scheduler: &SchedulerProxy<'_>, image: &str) -> Result<String, CtlError> {
+        let _lock = lock(image)?;
         let host = self.host;
         let stays = |e: CtlError| {
             failed(format!(
@@ -142,9 +211,10 @@ impl<'a> Remote<'a> {
                  hibernate --send {host} {image}\nOr restore it here with: nvsharectl restore {image}"
             ))
         };
-        let (here, sent_to) = state(scheduler, image).await?;
+        let found = find(scheduler, image).await?;
+        let here = found.state.as_deref().unwrap_or_default();
         let is_sent = here == SENT;
-        if let Some(other) = sent_to.filter(|other| other != host) {
+        if let Some(other) = found.sent_to.as_ref().filter(|other| *other != host) {
             return Err(failed(format!("image {image} was sent to {other}, where its program may run")));
         }
         if !is_sent && here != "saved" && here != "ended" {
@@ -159,10 +229,14 @@ impl<'a> Remote<'a> {
                      nvsharectl restore --sent {image}"
                 )));
             }
-            if let Err(e) = self.copy(image, false) {
-                // The disk may be full.
-                let _ = self.ssh(&format!("rm -rf {IMAGES}/.incoming-{image}")).is_ok();
-                return Err(unknown(e));
+            match self.check_room(&found).and_then(|()| self.copy(image, false)) {
+                Err(e) if is_sent => return Err(self.take_back(scheduler, image, e).await),
+                Err(e) => {
+                    // The disk may be full.
+                    let _ = self.ssh(&format!("rm -rf {IMAGES}/.incoming-{image}")).is_ok();
+                    return Err(stays(e));
+                }
+                Ok(()) => {}
             }
         }
         if !is_sent {
@@ -207,10 +281,8 @@ impl<'a> Remote<'a> {
         self.ask(&test).map(|answer| answer.trim() == "yes")
     }
 
-    /// Makes a complete copy an image, once it is on the other host's disk.
     fn publish(&self, image: &str) -> Result<(), CtlError> {
-        let steps = format!("cd {IMAGES} && sync -f . && mv -T .incoming-{image} {image} && sync -f .");
-        self.ask(&steps).map(drop)
+        self.ask(&publish_command(IMAGES, image, self.host)).map(drop)
     }
 
     /// Orders the other host to restore its copy, and deletes the image here when the program runs there, or has run.
@@ -231,8 +303,8 @@ impl<'a> Remote<'a> {
                 there = match self.state(image) {
                     // The answer was lost, not the order.
                     Ok(state) if has_run(&state) => state,
-                    Ok(_) => return Err(self.take_back(scheduler, image, why).await),
-                    Err(_) => return Err(self.unknown(image, &why)),
+                    Ok(Some(_)) => return Err(self.take_back(scheduler, image, why).await),
+                    Ok(None) | Err(_) => return Err(self.unknown(image, &why)),
                 };
             }
         }
@@ -245,14 +317,9 @@ impl<'a> Remote<'a> {
         Ok(format!("{what}.\n"))
     }
 
-    /// Deletes the copy, so that it can never be restored, and then makes the image here the program. Returns the
-    /// error.
+    /// Takes the copy away, and then makes the image here the program. Returns the error.
     async fn take_back(&self, scheduler: &SchedulerProxy<'_>, image: &str, why: CtlError) -> CtlError {
-        let delete = format!(
-            "rm -rf {IMAGES}/.incoming-{image} && if [ -d {IMAGES}/{image} ]; then nvsharectl hibernated --delete \
-             {image}; fi"
-        );
-        if self.ask(&delete).is_err() {
+        if self.ask(&take_command(IMAGES, image, self.host)).is_err() {
             return self.unknown(image, &why);
         }
         let claimed: zbus::Result<()> = password::call(scheduler, "ClaimHibernated", &(image,)).await;
@@ -270,9 +337,9 @@ impl<'a> Remote<'a> {
     fn unknown(&self, image: &str, why: &CtlError) -> CtlError {
         let host = self.host;
         failed(format!(
-            "image {image} was sent to {host}, which does not answer: {why}\nThe program may run there, so the image \
-             on this host is not restored. Continue with: nvsharectl hibernate --send {host} {image}\nIf {host} is \
-             lost, restore it here with: nvsharectl restore --sent {image}"
+            "image {image} was sent to {host}, where its program may run: {why}\nSo the image on this host is not \
+             restored. Continue with: nvsharectl hibernate --send {host} {image}\nIf {host} is lost, restore it here \
+             with: nvsharectl restore --sent {image}"
         ))
     }
 }
@@ -281,17 +348,92 @@ impl<'a> Remote<'a> {
 fn said(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stderr);
     let text = text.trim();
+    if output.status.code() == Some(124) {
+        return format!("no answer within {LIMIT} s");
+    }
     if text.is_empty() { output.status.to_string() } else { text.strip_prefix("nvsharectl: ").unwrap_or(text).into() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn hosts_are_no_options_and_no_commands() {
         for host in ["", "-oProxyCommand=x", "a b", "root@a", "a;b", "a:b"] {
             assert!(Remote::new(host).is_err(), "{host:?}");
         }
+    }
+
+    #[test]
+    fn only_another_host_with_the_key_of_this_host_receives_images() {
+        let why = |theirs: &str| compare_keys("gpu2", "aa  key\n", theirs).err().map(|e| e.to_string());
+        assert_eq!(why("bb  key\ncc  trusted/x\naa  trusted/gpu1\n"), None);
+        for theirs in ["", "bb  key\n", "bb  key\ncc  trusted/x\n"] {
+            assert!(why(theirs).is_some_and(|why| why.contains("does not trust")), "{theirs}");
+        }
+        for theirs in ["aa  key\n", "aa  key\naa  trusted/gpu1\n"] {
+            assert!(why(theirs).is_some_and(|why| why.contains("is this host")), "{theirs}");
+        }
+        assert!(compare_keys("gpu2", "", "bb  key\n").is_err(), "this host has no key");
+    }
+
+    #[test]
+    fn an_image_is_copied_only_if_the_reserve_stays_free() {
+        let has_room = |figures: &str| compare_room("gpu2", 100, figures).is_ok();
+        assert!(has_room("1000 200") && !has_room("1000 199"));
+        assert!(has_room("1000 150\n50\t.incoming-x-1\n") && !has_room("1000 149\n50\t.incoming-x-1\n"));
+        assert!(!has_room("") && !has_room("1000"));
+    }
+
+    /// Runs a command of the other host.
+    fn succeeds(command: &str) -> bool {
+        Command::new("sh").args(["-c", command]).stderr(Stdio::null()).status().expect("a shell").success()
+    }
+
+    fn record(stage: &str) -> String {
+        format!("{{\"version\":2,\"uid\":1000,{stage}}}")
+    }
+
+    #[test]
+    fn only_a_copy_whose_record_says_that_it_was_sent_there_becomes_an_image() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (part, image) = (directory.path().join(".incoming-x-1"), directory.path().join("x-1"));
+        let command = publish_command(&directory.path().display().to_string(), "x-1", "gpu2");
+        assert!(!succeeds(&command), "there is no copy");
+        fs::create_dir(&part).expect("a directory");
+        assert!(!succeeds(&command), "it has no record");
+        for stage in [SAVED_RECORD, &sent_record("gpu3"), "\"stage\":{\"Restored\":{}}"] {
+            fs::write(part.join("record"), record(stage)).expect("a file");
+            assert!(!succeeds(&command) && !image.exists(), "{stage}");
+        }
+        fs::write(part.join("record"), record(&sent_record("gpu2"))).expect("a file");
+        assert!(succeeds(&command) && image.exists() && !part.exists());
+    }
+
+    #[test]
+    fn a_copy_is_taken_away_only_if_it_was_not_restored() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (part, image) = (directory.path().join(".incoming-x-1"), directory.path().join("x-1"));
+        let command = take_command(&directory.path().display().to_string(), "x-1", "gpu2");
+        assert!(!succeeds(&command), "a copy that does not exist may have been restored and deleted");
+        fs::create_dir(&image).expect("a directory");
+        for stage in ["\"stage\":{\"Restored\":{}}", "\"stage\":{\"Restoring\":{}}", &sent_record("gpu3")] {
+            fs::write(image.join("record"), record(stage)).expect("a file");
+            assert!(!succeeds(&command) && image.exists(), "{stage}");
+        }
+        for stage in [SAVED_RECORD, &sent_record("gpu2")] {
+            fs::create_dir_all(&image).expect("a directory");
+            fs::write(image.join("record"), record(stage)).expect("a file");
+            let helper = File::open(&image).expect("a directory");
+            helper.lock().expect("a lock");
+            assert!(!succeeds(&command) && image.exists(), "a helper is at work");
+            drop(helper);
+            assert!(succeeds(&command) && !image.exists(), "{stage}");
+        }
+        fs::create_dir(&part).expect("a directory");
+        assert!(succeeds(&command) && !part.exists(), "a part is no image");
+        assert_eq!(fs::read_dir(directory.path()).expect("a directory").count(), 0, "nothing is left");
     }
 }

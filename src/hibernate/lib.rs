@@ -12,6 +12,8 @@ use std::time::Duration;
 pub const MAX_PACKET: usize = 128 << 10;
 /// Maximum number of images in an answer. Each takes at most 1 KiB of a packet.
 pub const MAX_LISTED: usize = 100;
+/// Part of the record of an image that may be restored and was not.
+pub const SAVED_RECORD: &str = r#""stage":"Saved""#;
 /// Time that the helper waits for a request before it exits.
 pub const IDLE: Duration = Duration::from_secs(60);
 
@@ -95,6 +97,16 @@ pub enum Place {
     Sent(String),
     /// An operation is in progress, or has to be finished.
     Unfinished,
+}
+
+/// Part of the record of an image that was sent to this host.
+pub fn sent_record(host: &str) -> String {
+    format!(r#""stage":{{"Sent":{{"host":"{host}"}}}}"#)
+}
+
+/// Free space, in bytes, that images leave on a disk of this size.
+pub fn reserve(disk: u64) -> u64 {
+    (4 << 30).min(disk / 10)
 }
 
 impl Image {

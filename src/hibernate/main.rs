@@ -219,19 +219,7 @@ impl Helper<'_> {
             Request::Find { image } => Ok(Reply::Images(store.find(&image).into_iter().collect())),
             Request::Delete { uid, image } => {
                 let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
-                if store.find(&image).is_none_or(|image| image.uid != uid) {
-                    return Err(Refusal::new(format!("image {image} belongs to another user")));
-                }
-                match entry.stage() {
-                    Ok(Stage::Saved | Stage::Restored { .. } | Stage::Sent { .. }) => {}
-                    // The process of another stage is the program, or has to be ended.
-                    Ok(_) => return Ok(Reply::Busy),
-                    // The system may be able to read the record later.
-                    Err(e) if e.raw_os_error().is_some() => return Ok(Reply::Busy),
-                    Err(_) => {}
-                }
-                entry.delete().map_err(|e| Refusal::new(format!("cannot delete image {image}: {e}")))?;
-                Ok(Reply::Done)
+                store.delete(&entry, uid)
             }
             Request::Settle => Ok(if store.settle() { Reply::Done } else { Reply::Busy }),
         }

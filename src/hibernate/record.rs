@@ -17,7 +17,7 @@ use std::{
 
 const RECORD: &str = "record";
 /// The version of records and manifests.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Maximum length of a record in bytes.
 const MAX_RECORD: u64 = 4096;
 
@@ -71,7 +71,7 @@ impl Stage {
 /// Reads the record of an image: the user and the stage. `None`: the image has no record.
 ///
 /// # Errors
-/// The record cannot be read now, or by this version.
+/// The record cannot be read now, or by this version. [`io::ErrorKind::Unsupported`]: another version has written it.
 pub fn read(image: &Path) -> io::Result<Option<(u32, Stage)>> {
     let text = match read_sealed(&image.join(RECORD), MAX_RECORD) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -83,7 +83,8 @@ pub fn read(image: &Path) -> io::Result<Option<(u32, Stage)>> {
     }
     let Version { version } = serde_json::from_slice(&text)?;
     if version != VERSION {
-        return Err(io::Error::other(format!("its record has version {version}, of another version of nvshare")));
+        let why = format!("its record has version {version}, of another version of nvshare");
+        return Err(io::Error::new(io::ErrorKind::Unsupported, why));
     }
     let Record { uid, stage, .. } = serde_json::from_slice(&text)?;
     Ok(Some((uid, stage)))

@@ -36,15 +36,16 @@ impl Entry {
     /// Records that the program may run on another host from now on.
     ///
     /// # Errors
-    /// The program runs here, or the record cannot be written.
+    /// The program runs here, or may run on a third host, or the record cannot be written.
     pub fn send(&self, uid: u32, host: String) -> Result<Reply, Refusal> {
         let is_allowed = |c: char| c.is_ascii_alphanumeric() || ".-_:[]".contains(c);
         if host.is_empty() || host.len() > MAX_HOST || host.starts_with('-') || !host.chars().all(is_allowed) {
             return Err(Refusal::new(format!("{host:?} is not the name of a host")));
         }
-        if !matches!(self.stage(), Ok(Stage::Sent { .. })) {
-            self.check_restorable()?;
+        if matches!(self.stage(), Ok(Stage::Sent { host: known }) if known == host) {
+            return Ok(Reply::Done);
         }
+        self.check_restorable()?;
         self.write(uid, &Stage::Sent { host })
     }
 

@@ -23,7 +23,7 @@ use crate::{
     worker::TIMEOUT,
 };
 use hmac::{Hmac, Mac};
-use nvshare_hibernate::{Image, MAX_LISTED, Place};
+use nvshare_hibernate::{Image, MAX_LISTED, Place, Reply};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, fsync};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -54,6 +54,10 @@ const MAX_NAME: usize = 64;
 const MAX_DAMAGE: usize = 200;
 /// The start of the names of directories that are no images any more.
 const DELETED: &str = ".deleted-";
+/// The start of the names of parts of copies from other hosts.
+const INCOMING: &str = ".incoming-";
+/// A part of a copy that has not changed for this time is deleted.
+const MAX_PAUSE: Duration = Duration::from_secs(24 * 60 * 60);
 /// The time for which all processes of unfinished operations together are waited for. Some may never end, and
 /// every helper settles before it works.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(1);
@@ -178,6 +182,11 @@ impl Store {
     ) -> Result<(Entry, Scope), Refusal> {
         let failed = words("create the image");
         let program: String = program.chars().take(16).collect();
+        // The name is an argument of commands, so it must not look like an option.
+        let program = match program.trim_start_matches('-') {
+            "" => "program",
+            program => program,
+        };
         let name = format!("{program}-{}-{}-{}", process.pid, now(), random().map_err(&failed)?);
         let path = self.path.join(&name);
         // From here on, the directory is this helper's.
@@ -280,6 +289,28 @@ impl Store {
         Ok(manifest)
     }
 
+    /// Deletes an image of a user. [`Reply::Busy`]: the image is not the program, or an operation has to be finished.
+    ///
+    /// # Errors
+    /// The image belongs to another user, or another version of nvshare has written its record.
+    pub fn delete(&self, entry: &Entry, uid: u32) -> Result<Reply, Refusal> {
+        if self.find(&entry.name).is_none_or(|image| image.uid != uid) {
+            return Err(Refusal::new("it belongs to another user"));
+        }
+        let refused = |e: io::Error| Refusal::new(e.to_string());
+        match entry.stage() {
+            Ok(Stage::Saved | Stage::Restored { .. } | Stage::Sent { .. }) => {}
+            // The process of another stage is the program, or has to be ended.
+            Ok(_) => return Ok(Reply::Busy),
+            // The system may be able to read the record later.
+            Err(e) if e.raw_os_error().is_some() => return Ok(Reply::Busy),
+            // The stage may be one that this version does not know.
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(refused(e)),
+            Err(_) => {}
+        }
+        entry.delete().map(|()| Reply::Done).map_err(refused)
+    }
+
     /// Returns a page of the images of a user, or of all users, the newest first, after the first
     /// `skip` images.
     ///
@@ -331,7 +362,7 @@ impl Store {
     /// something could not be finished.
     pub fn settle(&self) -> bool {
         let Ok(names) = self.names() else { return false };
-        let mut is_settled = self.delete_rest().is_ok();
+        let mut is_settled = self.delete_rest(MAX_PAUSE).is_ok();
         let until = Instant::now() + SETTLE_PATIENCE;
         for name in names {
             // Deleted since, if there is an error.
@@ -345,14 +376,25 @@ impl Store {
         is_settled
     }
 
-    /// Deletes what is left of deleted images.
-    fn delete_rest(&self) -> io::Result<()> {
+    /// Deletes the rest of deleted images, and parts of copies that have not changed for `pause`. Other helpers may be
+    /// deleting them, too.
+    fn delete_rest(&self, pause: Duration) -> io::Result<()> {
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
-            if entry.file_name().as_encoded_bytes().starts_with(DELETED.as_bytes()) {
-                // Another helper may be deleting it.
-                unless_missing(fs::remove_dir_all(entry.path()))?;
+            let (name, mut path) = (entry.file_name(), entry.path());
+            let name = name.to_string_lossy();
+            if let Some(image) = name.strip_prefix(INCOMING) {
+                if changed(&path).is_none_or(|changed| now().saturating_sub(changed) < pause.as_secs()) {
+                    continue;
+                }
+                // The sender renames a complete copy. Only one of the two succeeds.
+                let deleted = self.path.join(format!("{DELETED}{image}"));
+                unless_missing(fs::rename(&path, &deleted))?;
+                path = deleted;
+            } else if !name.starts_with(DELETED) {
+                continue;
             }
+            unless_missing(fs::remove_dir_all(path))?;
         }
         Ok(())
     }
@@ -425,6 +467,10 @@ impl Entry {
     pub fn delete(&self) -> io::Result<()> {
         let deleted = self.path.with_file_name(format!("{DELETED}{}", self.name));
         fs::rename(&self.path, &deleted)?;
+        // Otherwise, it could be an image again after a power failure.
+        if let Some(store) = deleted.parent() {
+            File::open(store)?.sync_all()?;
+        }
         fs::remove_dir_all(deleted)
     }
 
@@ -568,6 +614,14 @@ fn created(name: &str) -> u64 {
     name.rsplit('-').nth(1).and_then(|time| time.parse().ok()).unwrap_or(0)
 }
 
+/// When a file, or a file in a directory, was last changed, in seconds since 1970. rsync sets the time of modification
+/// to the time on the other host, so this is the time of the last change of the inode.
+fn changed(path: &Path) -> Option<u64> {
+    let own = u64::try_from(fs::symlink_metadata(path).ok()?.ctime()).ok()?;
+    let files = fs::read_dir(path).into_iter().flatten().flatten();
+    files.filter_map(|file| changed(&file.path())).chain([own]).max()
+}
+
 /// The bytes that CRIU has written to an image so far. The files of an image that is being deleted count 0.
 fn written(image: &Path) -> u64 {
     let files = fs::read_dir(image.join("criu")).into_iter().flatten().flatten();
@@ -612,7 +666,7 @@ fn lock(path: &Path) -> io::Result<Option<OwnedFd>> {
 /// Whether this is the name of an image. Such a name is a single part of a path.
 fn is_name(name: &str) -> bool {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    !name.is_empty() && name.len() <= MAX_NAME && name != KEY && name.contains('-') && name.chars().all(is_allowed)
+    name.len() <= MAX_NAME && !name.starts_with('-') && name.contains('-') && name.chars().all(is_allowed)
 }
 
 fn now() -> u64 {

@@ -3,8 +3,6 @@
 use super::{Entry, Store, words, written};
 use crate::Refusal;
 
-/// Free space, in bytes, that images leave on a disk: a tenth of the disk, but at most this much.
-const RESERVE: u64 = 4 << 30;
 /// Maximum number of images of a user.
 const MAX_IMAGES: usize = 64;
 /// Each user's images may take this part of the disk.
@@ -76,7 +74,7 @@ pub(super) struct Disk {
 
 impl Disk {
     fn reserve(&self) -> u64 {
-        RESERVE.min(self.size / 10)
+        nvshare_hibernate::reserve(self.size)
     }
 }
 

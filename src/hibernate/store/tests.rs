@@ -192,6 +192,8 @@ fn an_image_that_was_sent_is_restored_only_by_an_order() {
     entry.check_restorable().expect("it was not sent");
     entry.send(OWNER, "gpu2".into()).expect("it was sent");
     entry.send(OWNER, "gpu2".into()).expect("again");
+    let why = entry.send(OWNER, "gpu3".into()).expect_err("it may run on gpu2").to_string();
+    assert!(why.contains("was sent to gpu2"), "{why}");
     let why = entry.check_restorable().expect_err("it may run there").to_string();
     assert!(why.contains("was sent to gpu2") && why.contains("nvsharectl restore --sent"), "{why}");
     let name = entry.name.clone();
@@ -221,8 +223,36 @@ fn a_directory_that_others_can_enter_is_not_used() {
 fn names_of_images_are_no_paths() {
     let (_directory, store, entry) = store();
     assert!(store.lock(&entry.name).expect("an image").is_none(), "the test holds its lock");
-    for name in ["", ".", "..", "a/b-1", "../x-1", "key", "a-1/..", "-\0", &"a-".repeat(40)] {
+    for name in ["", ".", "..", "a/b-1", "../x-1", "key", "a-1/..", "-\0", "-x-7-1-0", &"a-".repeat(40)] {
         assert!(store.lock(name).is_err(), "{name:?}");
+    }
+}
+
+#[test]
+fn names_of_images_are_no_options() {
+    let (_directory, store, entry) = store();
+    let own = Identity::of(std::process::id() as i32).expect("its files").expect("this process");
+    let mut rights = store.owned(&entry, OWNER).expect("an image").rights;
+    (rights.owner.uid, rights.owner.gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    for (program, start) in [("-", "program-"), ("", "program-"), ("--delete", "delete-"), ("a-b", "a-b-")] {
+        let (entry, _) = store.create(program, &own, &rights, 0).expect("an image");
+        assert!(entry.name.starts_with(start) && is_name(&entry.name), "{}", entry.name);
+    }
+}
+
+/// `nvsharectl hibernate --send` searches for these parts.
+#[test]
+fn records_contain_what_the_sender_searches_for() {
+    let (_directory, _store, entry) = store();
+    let contains = |part: &str| fs::read_to_string(entry.path.join("record")).expect("a record").contains(part);
+    let sent = nvshare_hibernate::sent_record("gpu2");
+    assert!(contains(nvshare_hibernate::SAVED_RECORD) && !contains(&sent));
+    entry.send(OWNER, "gpu2".into()).expect("it was sent");
+    assert!(contains(&sent) && !contains(nvshare_hibernate::SAVED_RECORD));
+    let process = Identity::of(std::process::id() as i32).expect("its files").expect("this process");
+    for stage in [Stage::Restoring { scope: scope() }, Stage::Restored { process }] {
+        entry.record(OWNER, &stage).expect("a record");
+        assert!(!contains(&sent) && !contains(nvshare_hibernate::SAVED_RECORD), "{stage:?}");
     }
 }
 
@@ -280,7 +310,7 @@ fn a_record_that_cannot_be_read_changes_nothing() {
     type Damage = fn(&Path) -> io::Result<()>;
     let damages: [(Damage, &str); 4] = [
         (|record| fs::hard_link(record, record.with_file_name("backup")), "only the helper can change"),
-        (|record| fs::write(record, "{\"version\":2,\"stage\":\"Archived\"}"), "version 2"),
+        (|record| fs::write(record, "{\"version\":3,\"stage\":\"Archived\"}"), "version 3"),
         (|record| fs::write(record, ""), "EOF"),
         (|record| fs::write(record, vec![b' '; 8192]), "too long"),
     ];
@@ -302,6 +332,22 @@ fn a_record_that_cannot_be_read_changes_nothing() {
         child.kill().expect("killed");
         child.wait().expect("it has ended");
     }
+}
+
+#[test]
+fn images_of_other_versions_are_not_deleted() {
+    let (_directory, store, entry) = store();
+    let write = |text: &str| fs::write(entry.path.join("record"), text).expect("a file");
+    for version in [VERSION - 1, VERSION + 1] {
+        write(&format!("{{\"version\":{version},\"stage\":\"Archived\"}}"));
+        let why = store.delete(&entry, OWNER).expect_err("another version").to_string();
+        assert!(why.contains(&format!("version {version}")) && entry.path.exists(), "{why}");
+    }
+    // No version can read this record.
+    write("{\"version\"");
+    assert!(store.delete(&entry, OWNER + 1).is_err(), "another user");
+    assert_eq!(store.delete(&entry, OWNER).expect("deleted"), Reply::Done);
+    assert!(!entry.path.exists());
 }
 
 #[test]
@@ -449,4 +495,20 @@ fn the_rest_of_a_deleted_image_is_deleted_and_no_image() {
     fs::rename(directory.0.join(&name), &rest).expect("the image");
     assert!(store.list(Some(OWNER), 0).expect("a list").is_empty());
     assert!(store.settle() && !rest.exists());
+}
+
+#[test]
+fn parts_of_copies_are_deleted_when_no_sender_continues() {
+    let (directory, store, entry) = store();
+    let part = directory.0.join(format!("{INCOMING}{}", entry.name));
+    fs::create_dir_all(part.join("criu")).expect("a directory");
+    let file = File::create(part.join("criu/pages-1.img")).expect("a file");
+    // As rsync does.
+    file.set_modified(UNIX_EPOCH).expect("a time");
+    drop(entry);
+    assert!(store.settle() && part.exists(), "the copy has just begun");
+    assert_eq!(store.list(None, 0).expect("images").len(), 1, "a part is no image");
+    store.delete_rest(Duration::ZERO).expect("deleted");
+    assert!(!part.exists());
+    assert_eq!(store.list(None, 0).expect("images").len(), 1);
 }
