@@ -32,7 +32,7 @@ const DAEMON: [&str; 18] = [
 
 /// Modules of the daemon's core, from the lowest to the highest: the model, what observes it, the other
 /// components, the routing, and the readers of all of them.
-const CORE: [&str; 44] = [
+const CORE: [&str; 45] = [
     "pods",
     "claims",
     "lock_files",
@@ -64,6 +64,7 @@ const CORE: [&str; 44] = [
     "sharing",
     "placement",
     "moves",
+    "other_hosts",
     "sleep",
     "foreign",
     "hibernation",

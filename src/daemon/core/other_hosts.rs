@@ -6,41 +6,36 @@ use nvshare_wire::client::GpuKind;
 use tracing::info;
 
 use super::model::{Gpu, Model};
-use super::{Core, moves, placement};
+use super::moves::{self, Moves};
+use super::placement;
 use crate::scheduler::{ClientId, Event, GpuId};
 
-impl Core {
-    /// Tells the scheduler about the GPUs between which programs can move.
-    pub(super) fn apply_kinds(&mut self) {
-        if let Some(kinds) = moves::kinds(&self.model) {
-            self.apply(kinds);
-            self.apply_all(placement::allowed(&self.model, self.model.all_clients()));
-        }
-    }
+/// The events after the list of GPUs has changed: between which GPUs programs can move. If NVML has listed all
+/// GPUs, programs also leave those of other hosts.
+pub(super) fn listed(model: &mut Model, is_complete: bool) -> Vec<Event> {
+    let unlisted = model.gpus.iter().filter(|(_, gpu)| is_complete && gpu.index.is_none()).map(|(id, _)| *id);
+    let foreign = unlisted.collect::<Vec<_>>().into_iter().flat_map(|gpu| recognize(model, gpu)).collect();
+    kinds_and(model, foreign)
+}
 
-    /// Moves programs off a GPU that belongs to another host.
-    pub(super) fn recognize_foreign(&mut self, gpu: GpuId) {
-        let events = recognize(&mut self.model, gpu);
-        if !events.is_empty() {
-            // First, because the drain looks for GPUs of the same kind.
-            self.apply_kinds();
-            self.apply_all(events);
-        }
-    }
+/// The events that let programs leave a GPU that a client has attached, if it belongs to another host.
+pub(super) fn attached(model: &mut Model, gpu: GpuId) -> Vec<Event> {
+    let foreign = recognize(model, gpu);
+    if foreign.is_empty() { foreign } else { kinds_and(model, foreign) }
+}
 
-    /// As [`Self::recognize_foreign`], for all GPUs that NVML does not list.
-    pub(super) fn recognize_all_foreign(&mut self) {
-        let unlisted = self.model.gpus.iter().filter(|(_, gpu)| gpu.index.is_none()).map(|(id, _)| *id);
-        unlisted.collect::<Vec<_>>().into_iter().for_each(|gpu| self.recognize_foreign(gpu));
-    }
+/// The events that let programs use a GPU that NVML lists now, if it seemed to belong to another host.
+pub(super) fn returned(model: &Model, moves: &Moves, gpu: GpuId) -> Vec<Event> {
+    let is_foreign = model.gpus.get(&gpu).is_some_and(|known| known.is_foreign);
+    let used = is_foreign.then(|| [Some(Event::Drain { gpu, drained: false }), moves.drain_again(model, gpu)]);
+    used.into_iter().flatten().flatten().collect()
+}
 
-    /// Lets programs use a GPU that NVML lists now, and did not when it seemed to belong to another host.
-    pub(super) fn use_if_foreign(&mut self, gpu: GpuId) {
-        if self.model.gpus.get(&gpu).is_some_and(|known| known.is_foreign) {
-            self.apply(Event::Drain { gpu, drained: false });
-            self.apply_all(self.host.moves.drain_again(&self.model, gpu));
-        }
-    }
+/// Puts the kinds of GPUs before events, because a drain looks for GPUs of the same kind.
+fn kinds_and(model: &Model, events: Vec<Event>) -> Vec<Event> {
+    let kinds = moves::kinds(model);
+    let allowed = kinds.as_ref().and_then(|_| placement::allowed(model, model.all_clients()));
+    kinds.into_iter().chain(allowed).chain(events).collect()
 }
 
 /// Recognizes a GPU of another host: only sleeping clients have named it, NVML does not list it, and NVML lists a

@@ -20,7 +20,7 @@ use super::model::{Arrival, Model, Wanted};
 use super::moves;
 use super::observe::Observe;
 use super::placement::{self, NoGpu};
-use super::{pressure, recording, settings, sleep};
+use super::{other_hosts, pressure, recording, settings, sleep};
 use crate::config::Config;
 use crate::config::rules::Rules;
 use crate::daemon::checkpoint::{HelperAnswer, Operation, Outcome};
@@ -72,7 +72,7 @@ impl Core {
 
     /// Passes an event to the scheduler, and carries out the resulting commands. A command can yield
     /// another event, which is handled next.
-    pub(super) fn apply(&mut self, event: Event) {
+    fn apply(&mut self, event: Event) {
         let now = clock::now();
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
@@ -97,7 +97,7 @@ impl Core {
         self.io.arm(self.model.machine.deadline());
     }
 
-    pub(super) fn apply_all(&mut self, events: impl IntoIterator<Item = Event>) {
+    fn apply_all(&mut self, events: impl IntoIterator<Item = Event>) {
         events.into_iter().for_each(|event| self.apply(event));
     }
 
@@ -342,7 +342,8 @@ impl Core {
         self.io.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?event, "attached");
         self.apply(event);
-        self.recognize_foreign(gpu);
+        let foreign = other_hosts::attached(&mut self.model, gpu);
+        self.apply_all(foreign);
         // A client that reconnects may still use limits that an earlier daemon sent.
         let reconnects = self.model.clients.get(&client).is_some_and(|entry| entry.reconnects);
         if reconnects || self.model.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
@@ -456,16 +457,14 @@ impl Core {
             let gone = self.model.lose(gpu);
             self.apply(gone);
         }
-        self.apply_kinds();
-        if is_complete {
-            self.recognize_all_foreign();
-        }
+        let changes = other_hosts::listed(&mut self.model, is_complete);
+        self.apply_all(changes);
         self.io.publish_gpus(&self.model);
     }
 
     fn gpu_found(&mut self, found: GpuDescription) {
         let GpuDescription { gpu, total, link, .. } = found;
-        self.use_if_foreign(gpu);
+        self.apply_all(other_hosts::returned(&self.model, &self.host.moves, gpu));
         let changes = self.model.found(found);
         if changes.is_new {
             self.containers.lock_files.create(gpu);
@@ -583,7 +582,6 @@ impl Core {
     pub fn swap_file_report(&mut self, report: swap_files::Report) {
         self.host.files.report(&self.model, report);
         self.balance_host();
-        self.release_held();
     }
 
     // ---- settings, rules and usage -------------------------------------------------------------------------------

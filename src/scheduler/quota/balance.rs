@@ -15,8 +15,8 @@ pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Quota {
     /// Targets of clients whose memory no rule or environment limits. The target is the GPU's whole
-    /// offer, or more if managed memory exceeds the GPU. For a client that is asleep, it is the client's demand or its requested limit, whichever is
-    /// higher, but at most the offer.
+    /// offer, or more if managed memory exceeds the GPU. For a client that is asleep, it is the client's
+    /// demand or its requested limit, whichever is higher, but at most the offer.
     fn whole_gpu<'a>(
         &self,
         cx: Context,
@@ -31,13 +31,6 @@ impl Quota {
             let bytes = bytes.max(self.reach_beyond(cx, *client, id));
             Target { client: *client, gpu: id, bytes, exact: false, bound: None }
         })
-    }
-
-    /// The bytes that a client whose managed memory may exceed the GPU has or has requested; 0 for other
-    /// clients.
-    pub(super) fn reach_beyond(&self, cx: Context, client: ClientId, id: GpuId) -> u64 {
-        let limit = self.limit(client, id).filter(|_| cx.rules.may_exceed_gpu(client));
-        limit.map_or(0, |limit| limit.needed(cx.now).max(limit.wanted.map_or(0, |wanted| wanted.bytes)))
     }
 
     /// Recomputes limits. Lowers limits above their target and raises other limits as far as there

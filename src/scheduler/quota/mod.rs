@@ -13,7 +13,7 @@
 //! - `sums`: the sums of committed bytes: per GPU, per group, and in host memory.
 //! - `clients`: clients that attach a GPU, report, move and detach.
 //! - `solver`: divides memory among clients: max-min fairness by water-filling.
-//! - `balance`: brings each client's limit to the solver's result.
+//! - `balance`: brings each client's limit to the solver's result. `beyond`: limits that exceed a GPU.
 //! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
@@ -28,6 +28,7 @@
 mod ahead;
 mod asleep;
 mod balance;
+mod beyond;
 mod bounds;
 mod clients;
 mod coming;

@@ -100,12 +100,6 @@ impl Quota {
         false
     }
 
-    /// Whether a client's limit may exceed the GPU. While such a client runs, the driver pages its managed
-    /// memory, and no other client may have memory on the GPU. So memory that stays there prevents it.
-    pub(super) fn may_exceed(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
-        cx.rules.may_exceed_gpu(client) && cx.gpus.can_be_whole(id, client)
-    }
-
     /// Grants the requests that can be met, in order. Denies the other requests, except if a rule
     /// lets a request wait, or outstanding acknowledgements could still help. Returns the granted
     /// requests.

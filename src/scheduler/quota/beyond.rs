@@ -1,0 +1,19 @@
+//! Limits that exceed a GPU, for managed memory, if a rule permits it.
+
+use super::{Context, Quota};
+use crate::api::*;
+
+impl Quota {
+    /// Whether a client's limit may exceed the GPU. While such a client runs, the driver pages its managed
+    /// memory, and no other client may have memory on the GPU. So memory that stays there prevents it.
+    pub(super) fn may_exceed(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
+        cx.rules.may_exceed_gpu(client) && cx.gpus.can_be_whole(id, client)
+    }
+
+    /// The bytes that a client whose managed memory may exceed the GPU has or has requested; 0 for other
+    /// clients.
+    pub(super) fn reach_beyond(&self, cx: Context, client: ClientId, id: GpuId) -> u64 {
+        let limit = self.limit(client, id).filter(|_| cx.rules.may_exceed_gpu(client));
+        limit.map_or(0, |limit| limit.needed(cx.now).max(limit.wanted.map_or(0, |wanted| wanted.bytes)))
+    }
+}
