@@ -1,13 +1,14 @@
 #!/bin/bash
-# Boots a Debian twice, as two hosts with a network, and moves a user's program from one to the other with
-# `nvsharectl hibernate --send`: with the network cut at each step, with the other host's disk full, and with the other
-# host killed. Then the host is shut down and booted again. Each time, the program runs on exactly one host, or its
-# image can be restored, and its results are right.
+# Boots a Debian twice, as two hosts with a network, and moves a user's program from one to the other
+# with `nvsharectl hibernate --send`: with the network cut at each step, with the other host's disk full,
+# and with the other host killed. Then the host is shut down and booted again. Each time, the program
+# runs on exactly one host, or its image can be restored, and its results are right.
 #
 #   nodes.sh ROOT   a system with the packages' repository, openssh-server, rsync and criu. It is copied.
 #
-# The hosts have other GPUs (UUIDs) and other monotonic clocks, but share the kernel and the processor. A shared file system for the files of
-# programs is simulated: they are copied before the other host restores the program.
+# The hosts have other GPUs (UUIDs) and other monotonic clocks, but share the kernel and the processor.
+# A shared file system for the files of programs is simulated: they are copied before the other host
+# restores the program.
 set -eu
 
 [ $# -eq 1 ] || { echo "usage: $0 ROOT" >&2; exit 2; }
@@ -173,6 +174,12 @@ start
 send "$pid" && fail "an image was sent to a host that does not trust this one"
 [[ $said == *"does not trust this host's images"* ]] || fail "said $said"
 runs a || fail "the program was stopped"
+# A host with the same key is this host, under another name.
+inside a bash -ec 'dir=/var/lib/nvshare-hibernate
+    ssh root@node-b mv $dir/key $dir/own && scp -q $dir/key root@node-b:$dir/key'
+send "$pid" && fail "an image was sent to a host with the same key"
+[[ $said == *"node-b is this host"* ]] || fail "said $said"
+inside a ssh root@node-b mv /var/lib/nvshare-hibernate/own /var/lib/nvshare-hibernate/key
 inside a bash -ec 'key=/var/lib/nvshare-hibernate/key
     ssh root@node-b install -d -m 700 /var/lib/nvshare-hibernate/trusted && scp -q $key root@node-b:/var/lib/nvshare-hibernate/trusted/node-a'
 said=$(inside a runuser -u alice -- nvsharectl hibernate --send node-b "$pid" 2>&1) && fail "a user sends images"
