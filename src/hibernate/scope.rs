@@ -90,14 +90,15 @@ impl Scope {
         command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").stdin(Stdio::null()).stdout(Stdio::null());
         let manager = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"];
         command.args(["--system", "--quiet", "--timeout=10", "call"]).args(manager);
-        command.args(["StartTransientUnit", "ssa(sv)a(sa(sv))", name, "fail", "4"]);
+        // `replace`: the slice may be about to be stopped, because its last process has just ended.
+        command.args(["StartTransientUnit", "ssa(sv)a(sa(sv))", name, "replace", "4"]);
         command.args(["Description", "s", "program saved or restored by nvshare"]);
         command.args(["Slice", "s", &format!("user-{uid}.slice"), "CollectMode", "s", "inactive-or-failed"]);
         command.args(["PIDs", "au", "1", &pid.to_string(), "0"]);
         let failed = |why: &str| Refusal::new(format!("systemd creates no scope for it: {why}"));
-        match command.status() {
-            Ok(status) if status.success() => {}
-            Ok(status) => return Err(failed(&format!("busctl: {status}"))),
+        match command.output() {
+            Ok(output) if output.status.success() => {}
+            Ok(output) => return Err(failed(String::from_utf8_lossy(&output.stderr).trim())),
             Err(e) => return Err(failed(&format!("busctl: {e}"))),
         }
         // The answer only says that systemd has queued a job.
