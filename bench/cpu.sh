@@ -17,7 +17,13 @@ add() { python3 bench/gpu/figures.py --add "$json" "$1" "$2" "$3" "$4"; }
 
 # Prints the seconds of processor time that a command takes. Its output goes to standard error.
 processor_time() {
-    { bash -c 'TIMEFORMAT="%U %S"; time "$@" >&2 2>&3' - "$@" 3>&2; } 2>&1 >&2 | awk '{ printf "%.1f\n", $1 + $2 }'
+    python3 - "$@" <<'END'
+import resource, subprocess, sys
+
+subprocess.run(sys.argv[1:], stdout=sys.stderr, check=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(f"{used.ru_utime + used.ru_stime:.1f}")
+END
 }
 
 # Clones the checked-out commit.
