@@ -100,7 +100,7 @@ fn sources(directory: &str, extensions: &[&str]) -> String {
     files.filter(is_source).map(|path| std::fs::read_to_string(path).expect("a text")).collect()
 }
 
-/// Otherwise, a figure would grow old, because nobody knows how to measure it again.
+/// A figure that no script measures could not be measured again.
 #[test]
 fn each_figure_is_measured_by_a_script_for_all_figures() {
     let card = include_str!("../../bench/gpu/all.py");
