@@ -120,7 +120,7 @@ pub struct Image {
     pub runs_as: u32,
     /// Why the image cannot be used, or empty.
     pub damage: String,
-    /// Where the program is: `saved`, `running`, `ended`, `sent` or `unfinished`.
+    /// Where the program is: `saving`, `saved`, `running`, `ended`, `sent` or `unfinished`.
     pub state: Option<String>,
     /// The host that got a copy of the image.
     pub sent_to: Option<String>,
