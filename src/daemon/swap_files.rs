@@ -60,11 +60,8 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// Stores a client's file. `None` without systemd, or if the descriptors cannot be sent to it now.
+    /// Stores a client's file. `None` without systemd.
     pub fn keep(client: ClientId, file: &File, record: Record) -> Option<Self> {
-        if !systemd::is_there() {
-            return None;
-        }
         let name = EntryName { kind: Kind::SwapFile, version: SWAP_FILE_RECORD, client: client.0, start_time: 0 };
         let memfd = systemd::record::create("nvshare-swap-file").ok()?;
         systemd::record::write(&memfd, 0, &record).ok()?;

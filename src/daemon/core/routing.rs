@@ -560,7 +560,7 @@ impl Core {
         let needs = self.host.files.reserve(&self.model, &self.host.figures, None);
         self.promise(None);
         self.host.files.divide_ram(&self.model, &self.host.figures, &needs);
-        self.host.files.check(&self.model);
+        self.host.files.check();
         self.release_held();
     }
 

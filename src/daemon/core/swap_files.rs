@@ -371,15 +371,6 @@ impl SwapFiles {
         tenants.into_iter().zip(parts).map(|((tenant, (_, has)), part)| (tenant, part.saturating_sub(has))).collect()
     }
 
-    /// Stores a client's file with systemd, for the next daemon.
-    fn store(&mut self, model: &Model, client: ClientId) {
-        let (Some(entry), Some(identity)) = (self.of.get_mut(&client), model.identity(client)) else { return };
-        if let (Some(file), Some(FileUse::Possible { ram_max })) = (&entry.file, self.uses.get(&client)) {
-            let record = Record { tenant: identity.tenant.clone(), ram_max: *ram_max, reserved: entry.reserved };
-            entry.stored = Stored::keep(client, file, record);
-        }
-    }
-
     /// Handles a report of the file thread.
     pub fn report(&mut self, model: &Model, report: Report) {
         match report {
@@ -399,14 +390,18 @@ impl SwapFiles {
                     self.has_warned = false;
                     info!("can reserve space for programs' memory again");
                 }
-                if model.identity(client).is_some() {
+                if let Some(identity) = model.identity(client) {
                     let entry = self.of.entry(client).or_default();
+                    match (&mut entry.stored, &file, self.uses.get(&client)) {
+                        (Some(stored), ..) => stored.reserve(reserved),
+                        (stored, Some(file), Some(FileUse::Possible { ram_max })) => {
+                            let record = Record { tenant: identity.tenant.clone(), ram_max: *ram_max, reserved };
+                            *stored = Stored::keep(client, file, record);
+                        }
+                        _ => {}
+                    }
                     (entry.file, entry.reserved, entry.asked) = (file, reserved, reserved);
                     entry.theirs = theirs.or_else(|| entry.theirs.take());
-                    match &mut entry.stored {
-                        Some(stored) => stored.reserve(reserved),
-                        None => self.store(model, client),
-                    }
                     debug!(client = client.0, reserved, "space in a swap file");
                 }
             }
@@ -496,17 +491,11 @@ impl SwapFiles {
         }
     }
 
-    /// Requests checks for clients that write beyond their reserved space, and stores files that could not be
-    /// stored before.
-    pub fn check(&mut self, model: &Model) {
+    /// Requests checks for clients that write beyond their reserved space.
+    pub fn check(&mut self) {
         let now = clock::now();
-        if now < self.checked + CHECK_PERIOD {
-            return;
-        }
+        let Some(keeper) = self.keeper.as_ref().filter(|_| now >= self.checked + CHECK_PERIOD) else { return };
         self.checked = now;
-        let not_stored = self.of.iter().filter(|(_, entry)| entry.stored.is_none()).map(|(client, _)| *client);
-        not_stored.collect::<Vec<_>>().into_iter().for_each(|client| self.store(model, client));
-        let Some(keeper) = &self.keeper else { return };
         for (client, entry) in self.of.iter().filter(|(_, entry)| !entry.is_growing()) {
             if let Some(file) = &entry.file {
                 keeper.ask(Job::Check { client: *client, file: file.clone(), reserved: entry.reserved });

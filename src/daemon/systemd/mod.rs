@@ -8,11 +8,12 @@ pub mod fd_store;
 pub mod record;
 
 use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::OnceLock;
-use std::sync::mpsc::{self, Sender, SyncSender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fd_store::{EntryName, Inherited, Kind as Stored, StoredConnection, StoredSwapFile};
 use libsystemd::activation;
@@ -106,16 +107,88 @@ enum Note {
     Say(String),
     /// Stores file descriptors with systemd under a name.
     Keep(String, Vec<OwnedFd>),
+    /// Removes the file descriptors with a name from systemd's store.
+    Forget(String),
     /// Replies to the sender once all earlier messages have been sent.
     Said(Sender<()>),
 }
 
 static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
 
-/// Maximum number of queued messages. Further messages are dropped. A dropped message has mild
-/// consequences: a connection is not stored, or a closed connection stays in the store until
-/// systemd notices its end.
+/// Maximum number of queued messages, and of entries that wait to be sent again. Further messages are
+/// dropped. A dropped message has mild consequences: a connection is not stored, or a closed
+/// connection stays in the store until systemd notices its end.
 const MOST_NOTES: usize = 1024;
+
+/// Time after which descriptors that could not be sent are sent again.
+const RETRY: Duration = Duration::from_millis(250);
+
+/// Entries for systemd's store that could not be sent. `sendmsg` fails with `ETOOMANYREFS` while
+/// more descriptors of the daemon's user than its limit of open files are in flight, which any
+/// process of that user can cause. Other messages carry no descriptors and are sent meanwhile.
+#[derive(Default)]
+struct Unsent(Vec<(String, Vec<OwnedFd>)>);
+
+impl Unsent {
+    fn keep(&mut self, name: String, descriptors: Vec<OwnedFd>) {
+        match send_entry(&name, &descriptors) {
+            Err(e) if self.0.len() < MOST_NOTES => {
+                if self.0.is_empty() {
+                    warn!("cannot pass descriptors to systemd: {e}. Trying again");
+                }
+                self.0.push((name, descriptors));
+            }
+            Err(e) => warn!("cannot pass descriptors to systemd: {e}"),
+            Ok(()) => {}
+        }
+    }
+
+    fn forget(&mut self, name: &str) -> io::Result<()> {
+        self.0.retain(|(unsent, _)| unsent != name);
+        sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)])
+    }
+
+    fn send_again(&mut self) {
+        self.0.retain(|(name, descriptors)| send_entry(name, descriptors).is_err());
+    }
+}
+
+fn send_entry(name: &str, descriptors: &[OwnedFd]) -> io::Result<()> {
+    let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
+    sd_notify::notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(name)], &descriptors)
+}
+
+/// Sends messages to systemd until the daemon exits.
+fn send_all(notes: &Receiver<Note>) {
+    let mut unsent = Unsent::default();
+    let mut again = Instant::now();
+    loop {
+        let until_again = again.saturating_duration_since(Instant::now());
+        let note = notes.recv_timeout(if unsent.0.is_empty() { Duration::MAX } else { until_again });
+        if Instant::now() >= again {
+            unsent.send_again();
+            again = Instant::now() + RETRY;
+        }
+        let told = match note {
+            Ok(Note::Say(text)) => sd_notify::notify(&[NotifyState::Custom(&text)]),
+            Ok(Note::Keep(name, descriptors)) => {
+                unsent.keep(name, descriptors);
+                Ok(())
+            }
+            Ok(Note::Forget(name)) => unsent.forget(&name),
+            Ok(Note::Said(reply)) => {
+                unsent.send_again();
+                let _ = reply.send(());
+                Ok(())
+            }
+            Err(RecvTimeoutError::Timeout) => Ok(()),
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        if let Err(e) = told {
+            warn!("cannot notify systemd: {e}");
+        }
+    }
+}
 
 /// Starts the thread for notifications, if systemd started the daemon.
 pub fn start() {
@@ -123,26 +196,7 @@ pub fn start() {
         return;
     }
     let (sender, notes) = mpsc::sync_channel(MOST_NOTES);
-    let thread = thread::Builder::new().name("systemd".into()).spawn(move || {
-        for note in notes {
-            let told = match note {
-                Note::Say(text) => sd_notify::notify(&[NotifyState::Custom(&text)]),
-                Note::Keep(name, descriptors) => {
-                    let keep = [NotifyState::FdStore, NotifyState::FdName(&name)];
-                    let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
-                    sd_notify::notify_with_fds(&keep, &descriptors)
-                }
-                Note::Said(reply) => {
-                    let _ = reply.send(());
-                    Ok(())
-                }
-            };
-            if let Err(e) = told {
-                warn!("cannot notify systemd: {e}");
-            }
-        }
-    });
-    match thread {
+    match thread::Builder::new().name("systemd".into()).spawn(move || send_all(&notes)) {
         Ok(_) => drop(NOTES.set(sender)),
         Err(e) => warn!("cannot notify systemd: cannot start the thread: {e}"),
     }
@@ -202,11 +256,11 @@ pub fn keep(name: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
     if !is_there() {
         return false;
     }
-    let copies: std::io::Result<Vec<OwnedFd>> = descriptors.iter().map(|fd| fd.try_clone_to_owned()).collect();
+    let copies: io::Result<Vec<OwnedFd>> = descriptors.iter().map(|fd| fd.try_clone_to_owned()).collect();
     copies.is_ok_and(|copies| tell(|| Note::Keep(name.to_owned(), copies)))
 }
 
 /// Removes the descriptors with this name from systemd's store.
 pub fn forget(name: &str) {
-    say(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
+    let _ = tell(|| Note::Forget(name.to_owned()));
 }
