@@ -14,6 +14,9 @@ A case is `native` (without nvshare), or a mode with suffixes:
   on, auto    the value of `anti-thrash`
   -announced  the scheduler learns the gang, as from torchrun
   -unknown    the scheduler does not know the gang (`NVSHARE_GANG=0`)
+  -unnamed    nothing names the gang but the id of NCCL's communicator
+  -spawn      the same, and a launcher starts both ranks of a job with `torch.multiprocessing.spawn`,
+              as vLLM does: both see both GPUs, and meet by TCP
   -scarce     another program occupies so much of both GPUs that not all memory fits
 
 With `--json`, the figure is written to that file (see `../support/src/results.rs`) if the cases
@@ -55,10 +58,9 @@ def rank(number, port, iterations, gib):
     import torch
     import torch.distributed as dist
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": "2"}
     torch.manual_seed(number)
     held = memory(gib)
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
     x = torch.rand(4096, 4096, device="cuda") / 4096
     total = torch.zeros(2**20, device="cuda")
     for i in range(iterations):
@@ -73,6 +75,22 @@ def rank(number, port, iterations, gib):
     said = verdict(held, total)
     dist.destroy_process_group()
     return said
+
+
+def spawned(number, port, iterations, gib, directory):
+    import torch
+
+    torch.cuda.set_device(number)
+    Path(directory, str(number)).write_text(rank(number, port, iterations, gib)["digest"])
+
+
+def launcher(port, iterations, gib):
+    """Starts both ranks of a job. Returns both digests in one word."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(spawned, (port, iterations, gib, directory), nprocs=2)
+        return {"digest": " ".join(Path(directory, str(number)).read_text() for number in (0, 1))}
 
 
 def single(iterations, gib):
@@ -103,21 +121,24 @@ def start(words, gpu, environment):
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | visible | environment)
 
 
-def together(names, environment, announced, arguments, port):
+def together(names, environment, says, arguments, port):
     """Starts the programs in this order. Returns for each program the seconds until it was done,
     and its result."""
     children = {}
     began = time.time()
     for name in names:
-        job, gpu = name[0], int(name[1])
+        job, gpu = name[0], name[1:]
         own = dict(environment)
         if job == "s":
             children[name] = start(["--child-single", arguments.iterations, arguments.memory], gpu, own)
         else:
-            own |= {"TORCHELASTIC_RUN_ID": f"{job}-{port}"} if announced else {"NVSHARE_GANG": "0"}
-            number = port + "ab".index(job)
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(number)}
-            children[name] = start(["--child-rank", gpu, number, arguments.iterations, arguments.memory], gpu, own)
+            if "announced" in says:
+                own |= {"TORCHELASTIC_RUN_ID": f"{job}-{port}", "WORLD_SIZE": "2"}
+            elif "unknown" in says:
+                own |= {"NVSHARE_GANG": "0"}
+            role = ["--child-rank", gpu] if gpu else ["--child-launcher"]
+            words = [*role, port + "ab".index(job), arguments.iterations, arguments.memory]
+            children[name] = start(words, gpu or "0,1", own)
         time.sleep(1)
     said = {}
     while len(said) < len(children) and time.time() < began + arguments.patience:
@@ -146,7 +167,7 @@ def main():
     arguments = parser.parse_args()
     programs = arguments.programs.resolve()
     # Rank 0 of job a arrives first on GPU 0, and rank 1 of job b arrives first on GPU 1.
-    order = ["a0", "b1", "s0", "s1", "b0", "a1"]
+    order, spawning = ["a0", "b1", "s0", "s1", "b0", "a1"], ["a", "b", "s0", "s1"]
     right, wrong, port = {}, False, 29600
     jobs = {}  # for each case, the seconds until both jobs were done
     with tempfile.TemporaryDirectory() as directory:
@@ -154,9 +175,10 @@ def main():
         alone = []
         for names in (["a0", "a1"], ["b0", "b1"], ["s0"], ["s1"]):
             port += 2
-            for name, (seconds, digest) in together(names, {}, False, arguments, port).items():
+            for name, (seconds, digest) in together(names, {}, [], arguments, port).items():
                 right[name] = digest
                 alone.append(f"{name} {seconds or 0:.1f}")
+        right |= {job: f"{right[f'{job}0']} {right[f'{job}1']}" for job in "ab"}
         print(f"alone (s): {', '.join(alone)}", flush=True)
         for case in arguments.cases.split(","):
             port += 2
@@ -170,7 +192,7 @@ def main():
             if mode != "native":
                 daemon = stage.scheduler(programs, directory, f'anti-thrash = "{mode}"\ntime-quantum = 5\n')
                 environment = stage.under_nvshare(programs, directory)
-            all_said = together(order, environment, "announced" in says, arguments, port)
+            all_said = together(spawning if "spawn" in says else order, environment, says, arguments, port)
             for child in taken:
                 child.kill()
                 child.wait()
@@ -198,6 +220,8 @@ if __name__ == "__main__":
     kind, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("", [])
     if kind == "--child-rank":
         print(json.dumps(rank(int(rest[0]), int(rest[1]), int(rest[2]), float(rest[3]))))
+    elif kind == "--child-launcher":
+        print(json.dumps(launcher(int(rest[0]), int(rest[1]), float(rest[2]))))
     elif kind == "--child-single":
         print(json.dumps(single(int(rest[0]), float(rest[1]))))
     elif kind == "--child-ballast":
