@@ -519,7 +519,8 @@ def run_case(options, name):
     words = [sys.executable, __file__, *sys.argv[1:], "--one", name, "--images", options.images]
     begun = time.monotonic()
     with open(options.out / f"{name}.log", "w") as log:
-        child = subprocess.Popen(list(map(str, words)), stdout=log, stderr=log, start_new_session=True)
+        of_process = {"start_new_session": True, "preexec_fn": stage.end_with_parent}
+        child = subprocess.Popen(list(map(str, words)), stdout=log, stderr=log, **of_process)
         try:
             child.wait(CASES[name])
         except subprocess.TimeoutExpired:
@@ -546,7 +547,7 @@ def image_directory(options):
         return
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         path = Path(directory)
-        rates = [2 * host.GIB / seconds for seconds in host.copy_seconds(path, 2 * host.GIB)]
+        rates = [host.GIB / seconds for seconds in host.copy_seconds(path, host.GIB)]
         shown = "writes {:.2f} GB/s, reads {:.2f} GB/s".format(*(rate / 1e9 for rate in rates))
         if min(rates) >= FAST and shutil.disk_usage(path).free > 3 * options.gib * host.GIB:
             yield path, f"a disk that {shown}"
@@ -631,9 +632,12 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     for path in options.out.glob("native-*.json"):
         path.unlink()
+    # So that the stand-ins are removed, and the programs are ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.stand_ins:
         host.install_stand_ins(options.stand_ins)
     try:
+        host.end_all()  # left by a killed run
         print_host(options)
         host.touch_memory(options.warm) if options.warm else None
         with image_directory(options) as (options.images, place):

@@ -25,7 +25,7 @@ MARK = "# A stand-in of nvshare's bench/gpu/hibernate.py"
 GIB = 1 << 30
 PIECE = 16 << 20
 
-# Creates a scope as systemd does: moves a process into a control group. The arguments are those of scope.rs.
+# Creates a scope as systemd does: moves a process into a control group. `Scope::start` in scope.rs has the arguments.
 BUSCTL = f"""#!/bin/sh
 {MARK}
 [ "$8" = StartTransientUnit ] || {{ echo "only StartTransientUnit, not $8" >&2; exit 1; }}
