@@ -2,7 +2,7 @@
 """Measures all figures of a GPU, in parts, the most important first.
 
   all.py [--programs target/card] [--only PART,...] [--budget SECONDS] [--json FILE] [--commit ID]
-         [--out DIR] [--tests DIR] [--original DIR] [--hami libvgpu.so] [--again] [--list]
+         [--out DIR] [--tests DIR] [--original DIR] [--hami libvgpu.so] [--criu PROGRAM] [--again] [--list]
 
 Each part is one of the other benchmarks, and writes its figures to FILE when it has measured them. A
 part is skipped if FILE already has all its figures, of the same commit and GPU. So a run that was
@@ -11,7 +11,7 @@ the budget is enough for it; none needs more than nine minutes. The outputs of t
 
 A part that needs more GPUs or Python packages than there are is skipped, and named. `make card`
 builds what --programs contains, for a machine without Rust. peers.py describes --original and --hami,
-suites.py describes --tests.
+suites.py --tests, and hibernate.py --criu, which is its --stand-ins.
 """
 
 import argparse
@@ -147,6 +147,12 @@ PARTS = [
         ["vllm_servers.py", "--steps", "graph,http", "--switches", "100", "--switch-time", "400"],
         modules=("torch", "vllm"),
     ),
+    Part(
+        "hibernate",
+        480,
+        ["hibernate-16GiB", "restore-16GiB", "hibernate-16GiB-over-disk", "restore-16GiB-over-disk"],
+        ["hibernate.py", "--cases", "train"],
+    ),
     Part("foreign", 120, ["foreign-checkpoint-room"], ["foreign.py"], modules=()),
     Part("gangs", 300, ["gang-auto-over-best"], ["gangs.py", "--cases", "native,on-announced,auto-announced"], gpus=2),
 ]
@@ -178,11 +184,13 @@ def command(part, arguments):
     else:
         words = [arguments.programs / program, *words]
     words += ["--programs", arguments.programs, "--json", rows_of(part, arguments)]
-    if program in ("llm.py", "suites.py", "vllm_servers.py"):
+    if program in ("hibernate.py", "llm.py", "suites.py", "vllm_servers.py"):
         words += ["--out", arguments.out / part.name]
     for option, value in (("--original", arguments.original), ("--hami", arguments.hami)):
         if program == "peers.py" and value:
             words += [option, value]
+    if program == "hibernate.py" and arguments.criu:
+        words += ["--stand-ins", arguments.criu]
     if program == "suites.py" and arguments.tests:
         words += ["--tests", arguments.tests]
     return list(map(str, words))
@@ -235,6 +243,7 @@ def main():
     parser.add_argument("--tests", type=absolute, help="directory of the tests for suites.py")
     parser.add_argument("--original", type=absolute)
     parser.add_argument("--hami", type=absolute)
+    parser.add_argument("--criu", type=absolute)
     parser.add_argument("--again", action="store_true", help="also measure what FILE has already")
     parser.add_argument("--list", action="store_true", help="print the parts, and measure nothing")
     arguments = parser.parse_args()

@@ -21,15 +21,16 @@ EVENTS |= {"disconnected": "disconnect", "grant": "grant", "revoke": "revoke", "
 EVENTS |= {"eviction-blocked": "eviction-blocked", "prepare-sleep": "prepare-sleep", "awake": "awake"}
 
 
-def scheduler(programs, directory, settings):
-    """Starts a scheduler with these settings. Its log goes to scheduler.log in `directory`."""
+def scheduler(programs, directory, settings, **options):
+    """Starts a scheduler with these settings. Its log goes to scheduler.log in `directory`. `options`: of its
+    process, such as its user."""
     (directory / "scheduler.sock").unlink(missing_ok=True)
     (directory / "nvshare.toml").write_text(settings)
     words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
     words += ["--control-socket", directory / "control.sock", "--config", directory / "nvshare.toml"]
     words += ["--record", directory / "record.jsonl"]
     with open(directory / "scheduler.log", "w") as log:
-        child = subprocess.Popen(words, stderr=log, preexec_fn=end_with_parent)
+        child = subprocess.Popen(words, stderr=log, preexec_fn=end_with_parent, **options)
     while not (directory / "scheduler.sock").exists():
         if child.poll() is not None:
             raise SystemExit((directory / "scheduler.log").read_text())
