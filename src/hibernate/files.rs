@@ -7,6 +7,7 @@ use crate::{
     process::Tree,
     rights::Rights,
     scope::Scope,
+    store::hex,
     worker::{self, Limit, Task},
 };
 use serde::{Deserialize, Serialize};
@@ -112,16 +113,12 @@ fn identity(file: &NeededFile) -> io::Result<Option<String>> {
         return Ok(Some(format!("{size} bytes")));
     }
     if let Some(id) = build_id(&opened) {
-        return Ok(Some(format!("build {}", hex(&id))));
+        return Ok(Some(format!("build {}", hex(id.get(..32).unwrap_or(&id)))));
     }
     let mut start = Vec::new();
     opened.take(START).read_to_end(&mut start)?;
     let digest = hex(Sha256::digest(&start).get(..8).unwrap_or_default());
     Ok(Some(format!("{size} bytes ({digest})")))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().take(32).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Returns the build ID of a 64-bit ELF file.

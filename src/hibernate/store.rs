@@ -26,7 +26,7 @@ use hmac::{Hmac, Mac};
 use nvshare_hibernate::{Image, MAX_LISTED, Place, Reply};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, fsync};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
+use sha2::Sha256;
 use std::{
     collections::BTreeSet,
     fs::{self, File, OpenOptions, Permissions},
@@ -79,7 +79,8 @@ pub struct Manifest {
 struct SavedFile {
     name: String,
     bytes: u64,
-    sha256: String,
+    /// See [`sum::of`].
+    sum: String,
 }
 
 impl Manifest {
@@ -109,7 +110,8 @@ fn words(what: &str) -> impl Fn(io::Error) -> Refusal {
     move |e| Refusal::new(format!("cannot {what}: {e}"))
 }
 
-fn hex(bytes: &[u8]) -> String {
+/// Returns the bytes as hexadecimal digits.
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -527,10 +529,10 @@ impl Entry {
             rustix::fs::fchown(&file, Some(rustix::process::geteuid()), Some(rustix::process::getegid()))?;
             file.set_permissions(Permissions::from_mode(0o444))?;
             file.sync_all()?;
-            let (bytes, sha256) = checksum(open_sealed(&entry.path())?)?;
+            let (bytes, sum) = sum::of(&open_sealed(&entry.path())?)?;
             // So that the disk is read when the image is verified. This is advice, which may fail.
             let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
-            files.push(SavedFile { name, bytes, sha256 });
+            files.push(SavedFile { name, bytes, sum });
         }
         opened.sync_all()?;
         files.sort_by(|a, b| a.name.cmp(&b.name));
@@ -553,9 +555,8 @@ impl Entry {
         if !names.iter().eq(manifest.files.iter().map(|file| &file.name)) {
             return Err(io::Error::other("files are missing, or were added"));
         }
-        for SavedFile { name, bytes, sha256 } in &manifest.files {
-            let (found, sum) = checksum(open_sealed(&directory.join(name))?)?;
-            if found != *bytes || sum != *sha256 {
+        for SavedFile { name, bytes, sum } in &manifest.files {
+            if sum::of(&open_sealed(&directory.join(name))?)? != (*bytes, sum.clone()) {
                 return Err(io::Error::other(format!("{name} is damaged")));
             }
         }
@@ -644,12 +645,6 @@ fn unless_missing(done: io::Result<()>) -> io::Result<()> {
     done.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
 }
 
-fn checksum(mut file: File) -> io::Result<(u64, String)> {
-    let mut hash = Sha256::new();
-    let bytes = io::copy(&mut file, &mut hash)?;
-    Ok((bytes, hex(&hash.finalize())))
-}
-
 fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
 }
@@ -674,5 +669,6 @@ fn now() -> u64 {
 }
 
 mod room;
+mod sum;
 #[cfg(test)]
 mod tests;
