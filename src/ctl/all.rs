@@ -21,7 +21,7 @@ use crate::config::units;
 
 /// The images that `restore --all` restores, one on each line. Not the name of an image, which contains `-`.
 const LIST: &str = "/var/lib/nvshare-hibernate/all";
-/// Bytes per second that are written and read back until a program was saved.
+/// Bytes per second that are written until a program was saved.
 const ASSUMED_RATE: f64 = 200e6;
 /// Seconds that a save takes without the bytes: a program falls asleep, and CRIU starts.
 const START: f64 = 2.0;

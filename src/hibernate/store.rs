@@ -221,8 +221,9 @@ impl Store {
         Ok(lock.map(|lock| Entry { name: name.into(), path, _lock: lock }))
     }
 
-    /// Completes an image: seals CRIU's files, signs the manifest, and reads everything back from the disk,
-    /// as a restore will.
+    /// Completes an image: seals CRIU's files, signs the manifest, and checks that a restore will accept what
+    /// the files claim. They are on the disk then. They are not read back: the kernel reports what it could
+    /// not write, and reading would take as long as writing.
     ///
     /// # Errors
     /// The disk is full or broken, the image is larger than its user's share, or CRIU has written something
@@ -230,15 +231,16 @@ impl Store {
     pub fn complete(&self, entry: &Entry, manifest: &Manifest) -> Result<Image, Refusal> {
         // CRIU has ended, so the files do not grow any more.
         self.check_written(entry, manifest.rights.owner.uid)?;
-        let complete = || -> io::Result<()> {
+        let complete = || -> io::Result<Manifest> {
             let manifest = Manifest { files: entry.seal()?, ..manifest.clone() };
             let text = serde_json::to_vec(&manifest)?;
             replace(&entry.path, SIGNATURE, hex(&mac(&self.key, &text).finalize().into_bytes()).as_bytes())?;
             replace(&entry.path, MANIFEST, &text)?;
-            Ok(fsync(File::open(&self.path)?)?)
+            fsync(File::open(&self.path)?)?;
+            self.manifest(&entry.path)
         };
-        complete().map_err(words("complete the image"))?;
-        let manifest = self.verify(entry, manifest.rights.owner.uid)?;
+        let manifest = complete().map_err(words("complete the image"))?;
+        entry.check_claims(&manifest).map_err(words(&format!("use image {}", entry.name)))?;
         Ok(describe(&entry.name, &manifest, None))
     }
 
@@ -530,7 +532,7 @@ impl Entry {
             file.set_permissions(Permissions::from_mode(0o444))?;
             file.sync_all()?;
             let (bytes, sum) = sum::of(&open_sealed(&entry.path())?)?;
-            // So that the disk is read when the image is verified. This is advice, which may fail.
+            // The host's memory is needed for programs. This is advice, which may fail.
             let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
             files.push(SavedFile { name, bytes, sum });
         }

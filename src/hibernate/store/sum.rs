@@ -13,8 +13,8 @@ use std::{
 
 /// Bytes of a piece. Changing it changes all checksums.
 const PIECE: u64 = 32 << 20;
-/// Maximum number of threads. One processor hashes 1 to 2 GB/s, and a disk reads up to 14 GB/s.
-const MAX_THREADS: u64 = 8;
+/// Maximum number of threads. On an H200's host, eight threads hashed 7 GB/s from the page cache.
+const MAX_THREADS: u64 = 16;
 /// Bytes that a thread reads at a time.
 const READ: u64 = 1 << 20;
 
