@@ -377,7 +377,8 @@ pub enum Images {
         /// Longest time for --all, like 2min. Programs that would probably take longer are not saved
         #[arg(long, value_name = "TIME", requires = "all", value_parser = parse_room, value_hint = ValueHint::Other)]
         within: Option<Duration>,
-        /// Wait until the host shuts down, and save the programs then, in the time that logind gives
+        /// First restore the programs that --all has saved. Then wait until the host shuts down, and save
+        /// all programs in the time that logind gives
         #[arg(long, requires = "all", conflicts_with = "within")]
         at_shutdown: bool,
         /// Process ID, systemd unit, container or pod, as shown by `status`; with --send also an image
