@@ -12,6 +12,7 @@ use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
 use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState, MoveObstacle, SleepObstacle, SleepPhase, WakeReason};
 
+pub mod logind;
 pub mod rules;
 pub mod status;
 

@@ -1,12 +1,12 @@
 //! `nvsharectl hibernate --all` and `restore --all`: all programs of the host, for a shutdown.
 //!
-//! A list on the disk names the images, because `restore --all` must not restore programs that their users have
-//! hibernated. An image is in the list only after it is complete. If it is missing there, the program is not lost:
-//! its user restores it.
+//! A list on the disk names the images, because `restore --all` must not restore programs that
+//! their users have hibernated. An image is in the list only after it is complete. If it is missing
+//! there, the program is not lost: its user restores it.
 //!
-//! If the time does not suffice, **the programs with the most work are saved first**. A program's work is the time
-//! for which it has held GPUs. A program whose bytes need more than the time that is left is skipped, so that smaller ones
-//! are saved.
+//! If the time does not suffice, **the programs with the most work are saved first**. A program's
+//! work is the time for which it has held GPUs. A program whose bytes need more than the time that
+//! is left is skipped, so that smaller ones are saved.
 
 use std::fs;
 use std::io::Write;
@@ -19,7 +19,8 @@ use super::{CtlError, Target, block_on, password};
 use crate::bus::{Client, SchedulerProxy};
 use crate::config::units;
 
-/// The images that `restore --all` restores, one on each line. Not the name of an image, which contains `-`.
+/// The images that `restore --all` restores, one on each line. Not the name of an image, which
+/// contains `-`.
 const LIST: &str = "/var/lib/nvshare-hibernate/all";
 /// Bytes per second that are written until a program was saved.
 const ASSUMED_RATE: f64 = 200e6;
@@ -27,7 +28,8 @@ const ASSUMED_RATE: f64 = 200e6;
 const START: f64 = 2.0;
 /// A program is given up after its expected duration times this.
 const LIMIT: u32 = 3;
-/// Interval and number of the attempts to restore a program. After a boot, the scheduler may not know the GPUs yet.
+/// Interval and number of the attempts to restore a program. After a boot, the scheduler may not
+/// know the GPUs yet.
 const AGAIN: Duration = Duration::from_secs(2);
 const ATTEMPTS: usize = 15;
 

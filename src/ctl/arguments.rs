@@ -27,9 +27,9 @@ const MOST_MEMORY: u64 = 1 << 40;
 
 /// Shows which programs use which GPUs, and changes how programs share GPUs.
 ///
-/// Exit codes: 0 success; 1 failure; 2 invalid command line; 3 the scheduler is not running; 4 `preload status`: off; 5
-/// `lock`: the lock was lost. `run`, `lock` and `make-room` exit with their command's code, or with 126 or 127 if the
-/// command cannot be started.
+/// Exit codes: 0 success; 1 failure; 2 invalid command line; 3 the scheduler is not running; 4
+/// `preload status`: off; 5 `lock`: the lock was lost. `run`, `lock` and `make-room` exit with
+/// their command's code, or with 126 or 127 if the command cannot be started.
 #[derive(Debug, Parser)]
 #[command(name = "nvsharectl", version)]
 pub struct Arguments {
@@ -99,14 +99,16 @@ pub enum Verb {
     /// Change a setting. It overrides the configuration file, even after a restart
     #[command(subcommand)]
     Set(Setting),
-    /// Set a rule with limits for programs of a unit, container or user. It precedes the rules of the configuration file
+    /// Set a rule with limits for programs of a unit, container or user. It precedes the rules of
+    /// the configuration file
     ///
     /// nvshare.toml(5) describes the keys. An existing rule of the same name is replaced.
     SetRule {
         /// Name of the rule
         #[arg(value_hint = ValueHint::Other)]
         name: String,
-        /// The programs that the rule applies to, and their limits, like unit=jupyter-*.service memory-max=8G
+        /// The programs that the rule applies to, and their limits, like unit=jupyter-*.service
+        /// memory-max=8G
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = rules::parse_pair, value_hint = ValueHint::Other)]
         keys: Vec<(String, toml::Value)>,
     },
@@ -124,7 +126,8 @@ pub enum Verb {
     ///
     /// Fails if programs use the driver, and lists these programs.
     ReleaseDriver {
-        /// Longest time in seconds. The scheduler reopens the driver earlier if a program uses a GPU
+        /// Longest time in seconds. The scheduler reopens the driver earlier if a program uses a
+        /// GPU
         #[arg(long = "for", value_name = "SECONDS", value_parser = parse_release, value_hint = ValueHint::Other, default_value = "60")]
         lasts: Duration,
     },
@@ -140,7 +143,8 @@ pub enum Verb {
     },
     /// Report GPU time, memory, waits and moved memory by user, unit or container
     ///
-    /// Users see their own usage. Root sees all usage, as do users whom polkit allows to see command lines.
+    /// Users see their own usage. Root sees all usage, as do users whom polkit allows to see
+    /// command lines.
     Report {
         /// Start of the period, rounded to the hour, or to the day if older than a month
         #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other, default_value = "-30d")]
@@ -185,7 +189,8 @@ pub enum Verb {
     },
     #[command(flatten)]
     Images(Images),
-    /// Empty a GPU and admit no new programs to it. Its programs move to GPUs of the same kind, or sleep
+    /// Empty a GPU and admit no new programs to it. Its programs move to GPUs of the same kind, or
+    /// sleep
     ///
     /// Returns when the GPU is empty, and lists the programs that sleep or cannot leave.
     Drain {
@@ -201,18 +206,20 @@ pub enum Verb {
     },
     /// Run a command whose CUDA programs share GPUs
     Run {
-        /// Library to load [default: libnvshare.so next to nvsharectl, otherwise from the loader's search path]
+        /// Library to load [default: libnvshare.so next to nvsharectl, otherwise from the loader's
+        /// search path]
         #[arg(long, value_name = "PATH", env = "NVSHARE_LIBRARY")]
         library: Option<PathBuf>,
-        /// Number of GPUs that the command sees, chosen by the scheduler [default: from the configuration and the command's
-        /// rule]
+        /// Number of GPUs that the command sees, chosen by the scheduler [default: from the
+        /// configuration and the command's rule]
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_SLOTS)), value_hint = ValueHint::Other)]
         gpus: Option<u32>,
-        /// Memory that the command needs on each GPU, like 20G. The scheduler prefers GPUs where it fits
+        /// Memory that the command needs on each GPU, like 20G. The scheduler prefers GPUs where it
+        /// fits
         #[arg(long, value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other)]
         memory: Option<u64>,
-        /// Run the command in the background, so that it can be hibernated: without a terminal, in a session of its own, with
-        /// its output in this file
+        /// Run the command in the background, so that it can be hibernated: without a terminal, in
+        /// a session of its own, with its output in this file
         #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "nvshare.log", value_hint = ValueHint::FilePath)]
         portable: Option<PathBuf>,
 
@@ -231,8 +238,8 @@ pub enum Verb {
         /// Purpose of the lock, shown to other users
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
         why: String,
-        /// If the lock is lost (the turn is over or the scheduler ends): let the command continue, pause it until the lock
-        /// is reacquired, or terminate it
+        /// If the lock is lost (the turn is over or the scheduler ends): let the command continue,
+        /// pause it until the lock is reacquired, or terminate it
         #[arg(
             long,
             value_name = "continue|pause|terminate",
@@ -248,8 +255,8 @@ pub enum Verb {
     },
     /// Free GPU memory and reserve it for programs without nvshare: a game, a renderer, a desktop
     ///
-    /// Programs under nvshare continue with the remaining memory, or wait if it is too small for them. Without COMMAND, the
-    /// memory is kept free until nvsharectl is interrupted.
+    /// Programs under nvshare continue with the remaining memory, or wait if it is too small for
+    /// them. Without COMMAND, the memory is kept free until nvsharectl is interrupted.
     MakeRoom {
         /// Amount of memory, like 8G
         #[arg(value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other, required_unless_present = "games")]
@@ -260,7 +267,8 @@ pub enum Verb {
         /// Longest time, up to a day [default: until COMMAND ends or nvsharectl is interrupted]
         #[arg(long = "for", value_name = "TIME", value_parser = parse_room, value_hint = ValueHint::Other)]
         lasts: Option<Duration>,
-        /// Keep memory free only while GameMode reports a running game on the session bus; SIZE defaults to 8 GiB
+        /// Keep memory free only while GameMode reports a running game on the session bus; SIZE
+        /// defaults to 8 GiB
         #[arg(long, conflicts_with_all = ["lasts", "command"])]
         games: bool,
 
@@ -275,10 +283,12 @@ pub enum Verb {
         /// Simulate only this policy; can be repeated [default: all]
         #[arg(long, value_name = "NAME", conflicts_with = "replay", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
         policy: Vec<String>,
-        /// Draw lock holders, waits and moved memory of each GPU over time and for each policy, as an SVG file
+        /// Draw lock holders, waits and moved memory of each GPU over time and for each policy, as
+        /// an SVG file
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "replay")]
         timeline: Option<PathBuf>,
-        /// Replay a debug bundle instead: show its events, and check that the scheduler's decisions are still the same
+        /// Replay a debug bundle instead: show its events, and check that the scheduler's decisions
+        /// are still the same
         #[arg(long, value_name = "BUNDLE", value_hint = ValueHint::FilePath)]
         replay: Option<PathBuf>,
 
@@ -288,11 +298,14 @@ pub enum Verb {
         #[command(flatten)]
         json: Json,
     },
-    /// Save a debug bundle for a bug report: versions, configuration, status and the scheduler's flight recorder
+    /// Save a debug bundle for a bug report: versions, configuration, status and the scheduler's
+    /// flight recorder
     ///
-    /// The bundle shows all users' activity, so this requires root or, over the system bus, an administrator's password.
+    /// The bundle shows all users' activity, so this requires root or, over the system bus, an
+    /// administrator's password.
     Debug {
-        /// File to create, which must not exist yet; - for standard output [default: nvshare-debug-HOST-TIME.jsonl]
+        /// File to create, which must not exist yet; - for standard output [default:
+        /// nvshare-debug-HOST-TIME.jsonl]
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         output: Option<PathBuf>,
         /// Include names and command lines of programs, which can contain secrets
@@ -301,12 +314,14 @@ pub enum Verb {
     },
     /// Draw lock holders, waits and moved memory of each GPU over time, as text or as an SVG file
     ///
-    /// The data comes from the scheduler's flight recorder or from a file. Users see the names of their own programs only.
+    /// The data comes from the scheduler's flight recorder or from a file. Users see the names of
+    /// their own programs only.
     Timeline {
         /// Write an SVG image to FILE, overwriting it; - for standard output
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "json")]
         output: Option<PathBuf>,
-        /// Draw only the GPU with this UUID or number; a record that is still being written requires the UUID
+        /// Draw only the GPU with this UUID or number; a record that is still being written
+        /// requires the UUID
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: Option<String>,
         /// Start of the drawing, relative to the end of the recording, like -10min
@@ -320,8 +335,9 @@ pub enum Verb {
     },
     /// Make a service share GPUs from its next start, and set a rule suited to servers
     ///
-    /// The service preloads the library, as with `preload enable --unit`. By its rule, the service skips the queue while it
-    /// is within its share. It is put to sleep after 5 idle minutes if other programs need the memory.
+    /// The service preloads the library, as with `preload enable --unit`. By its rule, the service
+    /// skips the queue while it is within its share. It is put to sleep after 5 idle minutes if
+    /// other programs need the memory.
     Adopt {
         #[command(flatten)]
         server: adopt::Server,
@@ -366,21 +382,24 @@ pub enum Images {
     ///
     /// Returns when the images are complete. A program that cannot be saved continues.
     Hibernate {
-        /// Copy the image to this host with rsync over ssh, restore it there, and delete it here. Also continues such a move of
-        /// an image. Requires root on both hosts
+        /// Copy the image to this host with rsync over ssh, restore it there, and delete it here.
+        /// Also continues such a move of an image. Requires root on both hosts
         #[arg(long, value_name = "HOST", value_hint = ValueHint::Hostname)]
         send: Option<String>,
-        /// Save all programs that can be saved, in the order of their GPU time, the longest first. `restore --all` restores
-        /// them. Requires root
+        /// Save all programs that can be saved, in the order of their GPU time, the longest first.
+        /// `restore --all` restores them. Requires root
         #[arg(long, conflicts_with_all = ["send", "program"])]
         all: bool,
-        /// Longest time for --all, like 2min. Programs that would probably take longer are not saved
+        /// Longest time for --all, like 2min. Programs that would probably take longer are not
+        /// saved
         #[arg(long, value_name = "TIME", requires = "all", value_parser = parse_room, value_hint = ValueHint::Other)]
         within: Option<Duration>,
-        /// Wait until the host shuts down, and save the programs then, in the time that logind gives
+        /// First restore the programs that --all has saved. Then wait until the host shuts down,
+        /// and save all programs in the time that logind gives
         #[arg(long, requires = "all", conflicts_with = "within")]
         at_shutdown: bool,
-        /// Process ID, systemd unit, container or pod, as shown by `status`; with --send also an image
+        /// Process ID, systemd unit, container or pod, as shown by `status`; with --send also an
+        /// image
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other, required_unless_present = "all", default_value = "", hide_default_value = true)]
         program: String,
     },
@@ -389,7 +408,8 @@ pub enum Images {
         /// Start nothing. List what this host lacks for a restore, and fail if it lacks something
         #[arg(long)]
         check: bool,
-        /// Restore the image although it was sent to another host. Use this only if the program does not run there
+        /// Restore the image although it was sent to another host. Use this only if the program
+        /// does not run there
         #[arg(long, conflicts_with = "check")]
         sent: bool,
         /// Restore the programs that `hibernate --all` has saved. Requires root
@@ -412,12 +432,14 @@ pub enum Images {
 #[cfg(feature = "cdi")]
 #[derive(Debug, Subcommand)]
 pub enum Cdi {
-    /// Write the CDI file of this machine's GPUs, for containers started with `--device nvshare.com/gpu=0`
+    /// Write the CDI file of this machine's GPUs, for containers started with `--device
+    /// nvshare.com/gpu=0`
     Generate(Generate),
-    /// Copy the library to a directory that containers can mount, on a host that runs nvshare only in containers
+    /// Copy the library to a directory that containers can mount, on a host that runs nvshare only
+    /// in containers
     Install(Install),
-    /// OCI hook that container runtimes call for each container with nvshare's CDI device; standard input is the
-    /// container's state
+    /// OCI hook that container runtimes call for each container with nvshare's CDI device; standard
+    /// input is the container's state
     #[command(hide = true)]
     MergePreload,
 }
@@ -439,7 +461,8 @@ pub enum Preload {
         #[command(flatten)]
         json: Json,
     },
-    /// Verify the library, then make all programs started from now on, or those of a service, load it
+    /// Verify the library, then make all programs started from now on, or those of a service, load
+    /// it
     Enable {
         /// Library to load [default: the library installed with nvsharectl]
         #[arg(long, value_name = "PATH")]
@@ -461,7 +484,8 @@ pub enum Setting {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
     },
-    /// Longest wait for a turn, under fcfs only if anti-thrash is auto: whole seconds up to 3600, or 0 for no limit
+    /// Longest wait for a turn, under fcfs only if anti-thrash is auto: whole seconds up to 3600,
+    /// or 0 for no limit
     MaxWait {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
@@ -471,7 +495,8 @@ pub enum Setting {
         #[arg(value_name = "auto|on|off", value_parser = Mode, hide_possible_values = true)]
         value: AntiThrash,
     },
-    /// Order of waiting programs: first come, first served; or least GPU time first, which shortens the mean completion time
+    /// Order of waiting programs: first come, first served; or least GPU time first, which shortens
+    /// the mean completion time
     Policy {
         #[arg(value_name = "fcfs|adaptive", value_parser = Order, hide_possible_values = true)]
         value: PolicyName,

@@ -1,15 +1,16 @@
-//! `nvsharectl hibernate --send`: moves a program to another host. The image is copied with rsync over ssh, the
-//! other host restores it, and this host deletes it when the program runs there.
+//! `nvsharectl hibernate --send`: moves a program to another host. The image is copied with rsync
+//! over ssh, the other host restores it, and this host deletes it when the program runs there.
 //!
-//! At any moment, at most one of the two hosts restores the image without a further order. **The image is copied
-//! while it belongs to this host. Then this host records that it was sent**, with [`SENT`], and the copy
-//! contains that record. `restore --sent` on the other host is the order that makes the copy the program. If
-//! this host gets no answer to the order, its image stays, and is not restored here: the program may run there.
-//! The same command then continues, from the state of the copy. So it needs no other state than the records.
+//! At any moment, at most one of the two hosts restores the image without a further order. **The
+//! image is copied while it belongs to this host. Then this host records that it was sent**, with
+//! [`SENT`], and the copy contains that record. `restore --sent` on the other host is the order
+//! that makes the copy the program. If this host gets no answer to the order, its image stays, and
+//! is not restored here: the program may run there. The same command then continues, from the state
+//! of the copy. So it needs no other state than the records.
 //!
-//! An image here becomes the program again only after its copy was taken away, in one step that only succeeds while
-//! the copy was not restored. A copy that is not found may have been restored and deleted, so nothing follows from
-//! its absence.
+//! An image here becomes the program again only after its copy was taken away, in one step that
+//! only succeeds while the copy was not restored. A copy that is not found may have been restored
+//! and deleted, so nothing follows from its absence.
 
 use std::fs::File;
 use std::io::{IsTerminal, stderr};
@@ -24,8 +25,8 @@ use nvshare_hibernate::{SAVED_RECORD, reserve, sent_record};
 const IMAGES: &str = "/var/lib/nvshare-hibernate";
 /// The state of an image whose program may be on either host.
 const SENT: &str = "sent";
-/// A connection that is lost is noticed within a minute. Passwords cannot be entered, because there are several
-/// connections.
+/// A connection that is lost is noticed within a minute. Passwords cannot be entered, because there
+/// are several connections.
 const SSH: [&str; 8] = [
     "-oBatchMode=yes",
     "-oConnectTimeout=10",
@@ -36,15 +37,16 @@ const SSH: [&str; 8] = [
     "-l",
     "root",
 ];
-/// Time limit for a command on the other host, in seconds: more than a restore takes, which ends after 20 minutes. The
-/// disk there may not answer.
+/// Longest run time of a command on the other host, in seconds. The longest command is a restore:
+/// systemd ends its helper after 20 minutes. A command that waits for a broken disk may never end.
 const LIMIT: &str = "1500";
 
 fn failed(text: String) -> CtlError {
     CtlError::Failed(text)
 }
 
-/// Saves programs, and moves them to another host. Returns a line for each program. `program` may also be an image.
+/// Saves programs, and moves them to another host. Returns a line for each program. `program` may
+/// also be an image.
 ///
 /// # Errors
 /// The reason, and the command that continues.
@@ -102,8 +104,8 @@ fn compare_keys(host: &str, own: &str, theirs: &str) -> Result<(), CtlError> {
     }
 }
 
-/// The command that makes a complete copy an image, once it is on the disk of the other host. The record here may
-/// have changed before it was copied.
+/// The command that makes a complete copy an image, once it is on the disk of the other host. The
+/// record here may have changed before it was copied.
 fn publish_command(images: &str, image: &str, host: &str) -> String {
     let sent = sent_record(host);
     format!(
@@ -112,8 +114,8 @@ fn publish_command(images: &str, image: &str, host: &str) -> String {
     )
 }
 
-/// The command that takes a copy away, so that it can never be restored. It fails if the copy was restored, is being
-/// restored, or does not exist. The helper's lock protects the record.
+/// The command that takes a copy away, so that it can never be restored. It fails if the copy was
+/// restored, is being restored, or does not exist. The helper's lock protects the record.
 fn take_command(images: &str, image: &str, host: &str) -> String {
     let sent = sent_record(host);
     format!(
@@ -124,8 +126,8 @@ fn take_command(images: &str, image: &str, host: &str) -> String {
     )
 }
 
-/// Checks that an image of a size has room on a disk. `figures`: the disk's size and free space, and the size of
-/// the part that was already copied, in bytes.
+/// Checks that an image of a size has room on a disk. `figures`: the disk's size and free space,
+/// and the size of the part that was already copied, in bytes.
 fn compare_room(host: &str, bytes: u64, figures: &str) -> Result<(), CtlError> {
     let figures: Vec<u64> = figures.split_whitespace().filter_map(|figure| figure.parse().ok()).collect();
     let [size, free, part @ ..] = &figures[..] else {
@@ -251,7 +253,8 @@ impl<'a> Remote<'a> {
         self.order(scheduler, image, there).await
     }
 
-    /// Copies the image to a directory that is no image yet. With its record, which says that it was sent.
+    /// Copies the image to a directory that is no image yet. With its record, which says that it
+    /// was sent.
     fn copy(&self, image: &str, with_record: bool) -> Result<(), CtlError> {
         let mut rsync = Command::new("rsync");
         rsync.args(["--archive", "--numeric-ids", "--whole-file", "--partial", "--exclude=/work/*"]);
@@ -285,7 +288,8 @@ impl<'a> Remote<'a> {
         self.ask(&publish_command(IMAGES, image, self.host)).map(drop)
     }
 
-    /// Orders the other host to restore its copy, and deletes the image here when the program runs there, or has run.
+    /// Orders the other host to restore its copy, and deletes the image here when the program runs
+    /// there, or has run.
     async fn order(
         &self,
         scheduler: &SchedulerProxy<'_>,

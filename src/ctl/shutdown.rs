@@ -7,25 +7,11 @@
 use std::pin::Pin;
 use std::time::{Duration, Instant};
 
+use zbus::Connection;
 use zbus::export::futures_core::Stream;
-use zbus::{Connection, OwnedFd};
 
 use super::{CtlError, Target, all, block_on};
-
-#[zbus::proxy(
-    interface = "org.freedesktop.login1.Manager",
-    default_service = "org.freedesktop.login1",
-    default_path = "/org/freedesktop/login1"
-)]
-trait Manager {
-    fn inhibit(&self, what: &str, who: &str, why: &str, mode: &str) -> zbus::Result<OwnedFd>;
-
-    #[zbus(property, name = "InhibitDelayMaxUSec")]
-    fn inhibit_delay_max_usec(&self) -> zbus::Result<u64>;
-
-    #[zbus(signal)]
-    fn prepare_for_shutdown(&self, start: bool) -> zbus::Result<()>;
-}
+use crate::bus::logind::LogindProxy;
 
 /// Restores programs, waits for the shutdown of the host, and saves all programs that can be saved in time. Prints the
 /// programs for which this fails: started again, this command would restore what it has just saved. Returns a line
@@ -37,7 +23,7 @@ pub fn wait_and_save(target: &Target) -> Result<String, CtlError> {
     block_on(async {
         let failed = |e: zbus::Error| CtlError::Failed(format!("cannot ask logind to delay shutdowns: {e}"));
         let connection = Connection::system().await.map_err(failed)?;
-        let logind = ManagerProxy::new(&connection).await.map_err(failed)?;
+        let logind = LogindProxy::new(&connection).await.map_err(failed)?;
         let mut signals = logind.receive_prepare_for_shutdown().await.map_err(failed)?;
         let why = "Programs are saved to disk";
         let delay = logind.inhibit("shutdown", "nvshare", why, "delay").await.map_err(failed)?;

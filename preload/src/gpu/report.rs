@@ -61,7 +61,7 @@ impl Gpu {
                 counts: account.counts,
                 in_file: account.in_file,
                 managed: account.managed,
-                managed_mapped: account.managed_mapped,
+                managed_mapped: account.managed_mapped(),
             });
         self.unreported.store(!sent, Ordering::SeqCst);
     }
@@ -112,7 +112,7 @@ impl Gpu {
         self.change(|space| {
             space.account.pinned = change(space.account.pinned);
             space.account.managed = change(space.account.managed);
-            space.account.managed_mapped = change(space.account.managed_mapped);
+            space.account.managed_pinned = change(space.account.managed_pinned);
         });
     }
 

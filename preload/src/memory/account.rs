@@ -19,12 +19,12 @@ pub struct Account {
     pub pinned: u64,
     /// Managed memory that the driver has not freed yet, wherever it is.
     pub managed: u64,
-    /// The part of `mapped` and `pinned` that is managed memory. At most `managed`.
-    pub managed_mapped: u64,
-    /// The part of `demand` that is not on the GPU, and that the driver cannot fault in.
-    pub lacking: u64,
+    /// The part of `managed` that is in no chunk of this library, and therefore part of `pinned`.
+    pub managed_pinned: u64,
     /// Memory that the driver can fault in: managed memory in chunks of this library.
     pub pageable: u64,
+    /// The part of `pageable` that is on the GPU.
+    pub pageable_mapped: u64,
     /// Whether the limit may exceed the GPU for managed memory, because a rule permits it.
     pub may_exceed_gpu: bool,
     /// The scheduler's limit on mapped bytes; `u64::MAX` without a scheduler.
@@ -78,6 +78,14 @@ impl Account {
     pub fn host(&self) -> u64 {
         self.swapped - self.in_file + self.host_cache + self.releasing
     }
+    /// The part of `mapped` and `pinned` that is managed memory.
+    pub fn managed_mapped(&self) -> u64 {
+        self.pageable_mapped + self.managed_pinned
+    }
+    /// Bytes that must be on the GPU and are not there, and that the driver cannot fault in.
+    pub fn lacking(&self) -> u64 {
+        (self.demand + self.pageable_mapped).saturating_sub(self.pageable + self.mapped)
+    }
     pub fn is_complete(&self) -> bool {
         self.mapped >= self.demand
     }
@@ -88,7 +96,7 @@ impl Account {
     /// Whether only managed memory is missing, and the allowance has no room for its chunks. The driver
     /// faults it in, if a rule permits managed memory beyond the GPU.
     fn pages_in(&self) -> bool {
-        self.may_exceed_gpu && self.lacking == 0 && self.room() < CHUNK.min(self.demand - self.mapped)
+        self.may_exceed_gpu && self.lacking() == 0 && self.room() < CHUNK.min(self.demand - self.mapped)
     }
     /// Whether the program may run, as far as its memory is concerned: all of it is on the GPU, or pages
     /// fault in on demand. A program whose memory has lost its contents may not run.
@@ -151,24 +159,22 @@ impl Account {
     /// Counts `len` bytes as mapped.
     pub(super) fn map(&mut self, len: u64, is_managed: bool) {
         self.mapped += len;
-        self.managed_mapped += if is_managed { len } else { 0 };
-        self.lacking -= if is_managed { 0 } else { len };
+        self.pageable_mapped += if is_managed { len } else { 0 };
     }
     /// Counts `len` mapped bytes no longer.
     pub(super) fn unmap(&mut self, len: u64, is_managed: bool) {
         self.mapped -= len;
-        self.managed_mapped -= if is_managed { len } else { 0 };
-        self.lacking += if is_managed { 0 } else { len };
+        self.pageable_mapped -= if is_managed { len } else { 0 };
     }
     /// Counts `len` more bytes that the program needs, and that are not on the GPU.
     pub(super) fn demand_more(&mut self, len: u64, is_managed: bool) {
         self.demand += len;
-        *if is_managed { &mut self.pageable } else { &mut self.lacking } += len;
+        self.pageable += if is_managed { len } else { 0 };
     }
     /// Counts `len` bytes no longer that are not on the GPU.
     pub(super) fn demand_less(&mut self, len: u64, is_managed: bool) {
         self.demand -= len;
-        *if is_managed { &mut self.pageable } else { &mut self.lacking } -= len;
+        self.pageable -= if is_managed { len } else { 0 };
     }
     pub(super) fn pin(&mut self, bytes: u64) {
         (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);

@@ -15,6 +15,7 @@ use zbus::export::futures_core::Stream;
 use zbus::{Connection, OwnedFd};
 
 use super::{Request, Shared};
+use crate::bus::logind::LogindProxy;
 
 /// If logind does not report that the host has resumed, programs run again after the host has been
 /// awake for this time.
@@ -22,18 +23,6 @@ const RESUMED_AFTER: Duration = Duration::from_secs(60);
 
 /// Pause after a failed request for an inhibitor.
 const RETRY: Duration = Duration::from_secs(30);
-
-#[zbus::proxy(
-    interface = "org.freedesktop.login1.Manager",
-    default_service = "org.freedesktop.login1",
-    default_path = "/org/freedesktop/login1"
-)]
-trait Manager {
-    fn inhibit(&self, what: &str, who: &str, why: &str, mode: &str) -> zbus::Result<OwnedFd>;
-
-    #[zbus(signal)]
-    fn prepare_for_sleep(&self, start: bool) -> zbus::Result<()>;
-}
 
 /// Follows logind's announcements until the connection ends.
 pub async fn follow(connection: &Connection, shared: &Shared) {
@@ -65,7 +54,7 @@ async fn prepare(
     shared: &Shared,
     suspended: &mut Option<oneshot::Receiver<()>>,
 ) -> zbus::Result<std::convert::Infallible> {
-    let logind = ManagerProxy::new(connection).await?;
+    let logind = LogindProxy::new(connection).await?;
     let mut signals = logind.receive_prepare_for_sleep().await?;
     let mut attached = shared.followed.attached.clone();
     let mut inhibitor: Option<OwnedFd> = None;
@@ -103,7 +92,7 @@ async fn prepare(
     }
 }
 
-async fn inhibit(logind: &ManagerProxy<'_>) -> Option<OwnedFd> {
+async fn inhibit(logind: &LogindProxy<'_>) -> Option<OwnedFd> {
     let why = "Programs' memory is moved from GPUs to host memory";
     let inhibitor = logind.inhibit("sleep", "nvshare", why, "delay").await;
     inhibitor.map_err(|e| debug!("cannot delay suspend: {e}")).ok()

@@ -238,7 +238,7 @@ impl Helpers {
         let Ok(place) = timeout(self.patience.place, self.place(tenant, prepared.is_none())).await else {
             return (not_begun(HelperFailure::Busy), None);
         };
-        let helper = match self.send(prepared, operation, &[process], uid, pairs) {
+        let helper = match self.send(prepared, tenant, operation, &[process], uid, pairs) {
             Ok(helper) => helper,
             Err(failure) => return (not_begun(failure), None),
         };
@@ -309,10 +309,12 @@ impl Helpers {
     ///
     /// # Errors
     /// [`HelperFailure::NotStarted`] if no helper could be started. [`HelperFailure::Died`] if the new
-    /// helper has already exited; a retry may succeed.
+    /// helper has already exited, or the prepared one has and the tenant has started too many helpers
+    /// lately; a retry may succeed.
     fn send(
         &self,
         prepared: Option<Helper>,
+        tenant: &Tenant,
         operation: Operation,
         process: &[OwnedFd],
         uid: u32,
@@ -323,8 +325,14 @@ impl Helpers {
         }
         let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT.as_millis() as u32, pairs }.encode();
         let ask = |helper: &Helper| socket::send_with(helper.socket.get_ref().as_fd(), &request, process);
-        if let Some(helper) = prepared.filter(|helper| ask(helper).is_ok()) {
-            return Ok(helper);
+        if let Some(helper) = prepared {
+            if ask(&helper).is_ok() {
+                return Ok(helper);
+            }
+            // The token paid for the helper that has exited.
+            if !self.budgets.of(tenant).take_token(What::Helpers) {
+                return Err(HelperFailure::Died);
+            }
         }
         let helper = self.start().map_err(HelperFailure::NotStarted)?;
         ask(&helper).map_err(|_| HelperFailure::Died)?;

@@ -182,11 +182,12 @@ fn a_hung_helper_is_disconnected_and_still_counts() {
     });
 }
 
+const PER_SECOND: usize = 8;
+
 /// Programs that claim to be asleep, or refuse to prepare, start few helpers, and none that other tenants
 /// miss.
 #[test]
 fn a_tenant_can_start_few_helpers_per_second() {
-    const PER_SECOND: usize = 8;
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, Patience { place: Duration::ZERO, ..SHORT });
@@ -215,6 +216,30 @@ fn a_tenant_can_start_few_helpers_per_second() {
         }
         assert!(asked < most(), "{asked} started");
         assert!(helpers.prepare(&Tenant::User(1)).is_some());
+    });
+}
+
+/// A program may wait with its answer until its helper has exited.
+#[test]
+fn the_replacement_of_a_prepared_helper_counts_as_another_start() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, SHORT);
+        let listener = descriptors::watch(listener).expect("watched");
+        let begin = Instant::now();
+        let mut prepared = Vec::new();
+        while let Some(helper) = helpers.prepare(&OWN).filter(|_| prepared.len() < 2 * PER_SECOND) {
+            drop(accept(&listener).await);
+            prepared.push(helper);
+        }
+        drop(listener); // further starts fail immediately
+        let mut starts = prepared.len();
+        for helper in prepared {
+            let asked = helpers.ask(Some(helper), Operation::Settle, own_process(), own_user(), &OWN, Vec::new());
+            starts += usize::from(!matches!(asked.await.0.failure, Some(HelperFailure::Died)));
+        }
+        let most = PER_SECOND * (2 + begin.elapsed().as_secs() as usize);
+        assert!(starts < most, "{starts} starts");
     });
 }
 

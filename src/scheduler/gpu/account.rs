@@ -31,6 +31,8 @@ const UNMEASURED: Duration = Duration::from_secs(3);
 const SILENT: Duration = Duration::from_secs(1);
 /// The maximum number of steps of an eviction.
 const MOST_STEPS: u64 = 32;
+/// The size of the library's largest chunks (`preload/src/memory/engine.rs`).
+const CHUNK: u64 = 64 << 20;
 
 /// An eviction that was requested but is not confirmed yet.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
@@ -80,6 +82,9 @@ pub(crate) struct Account {
     /// Since when the allowance exceeds the measured memory. `None`: the last measurement found memory
     /// for the whole allowance, and the allowance was not raised since.
     unused: Option<Time>,
+    /// Bytes that were taken from the allowance since the client last held the lock.
+    #[serde(default)]
+    taken: u64,
     pub eviction: Option<Eviction>,
     pub frees: UnverifiedFrees,
     seq: u32,
@@ -110,6 +115,7 @@ impl Account {
         if bytes > self.allowance {
             self.unused.get_or_insert(now);
         }
+        self.taken = self.taken.saturating_add(self.allowance.saturating_sub(bytes));
         // The client may have mapped its whole last allowance without reporting the memory yet.
         let start = if self.report.ack == self.seq { self.allowance.min(self.report.mapped) } else { self.allowance };
         let mut send = Vec::new();
@@ -258,9 +264,32 @@ impl Account {
     /// client reported. `verifies`: the clients of this GPU are measured.
     pub fn is_off(&mut self, verifies: bool) {
         (self.report.mapped, self.report.pinned, self.claimed, self.refuted) = (0, 0, (0, 0), (0, 0));
+        self.taken = self.taken.saturating_add(self.allowance);
         (self.allowance, self.charge, self.eviction, self.frees) = (0, 0, None, UnverifiedFrees::default());
         self.steps.clear();
         self.found = verifies.then_some(0);
+    }
+
+    /// Handles the end of the client's turn.
+    pub fn has_run(&mut self) {
+        self.taken = 0;
+    }
+
+    /// Bytes in host memory that the client restores before it can use the lock. At most the bytes that
+    /// were taken back since its last turn: other bytes are only claimed to be missing, or were missing
+    /// in that turn too, so that each turn restores some of them.
+    ///
+    /// Managed memory may exceed the GPU, and then also the allowance. Such a client runs once the
+    /// allowance has no room for a whole chunk.
+    pub fn returning(&self) -> u64 {
+        let MemoryReport { demand, mapped, swapped, .. } = self.report;
+        let room = self.allowance.saturating_sub(mapped);
+        let lacks = match demand > self.allowance {
+            true if room < CHUNK => 0,
+            true => room,
+            false => demand.saturating_sub(mapped),
+        };
+        lacks.min(swapped).min(self.taken)
     }
 
     /// Makes the account believe only memory that was allowed or measured.

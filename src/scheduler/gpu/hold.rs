@@ -124,7 +124,7 @@ pub(crate) struct Hold {
 /// The return of a holder's memory to the GPU.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Returning {
-    /// Bytes in host memory at the grant.
+    /// Bytes that were missing at the grant ([`Account::returning`](super::Account::returning)).
     all: u64,
     /// Bytes of them that have returned.
     done: u64,
@@ -194,16 +194,16 @@ impl Hold {
         }
     }
 
-    /// Records that this many bytes of the holder's memory are in host memory at the grant.
-    pub fn begin_return(&mut self, swapped: u64) {
-        self.returning = (swapped > 0).then_some(Returning { all: swapped, done: 0, took: None });
+    /// Records that this many bytes of the holder's memory are missing at the grant.
+    pub fn begin_return(&mut self, missing: u64) {
+        self.returning = (missing > 0).then_some(Returning { all: missing, done: 0, took: None });
     }
 
-    /// Records how many bytes of the holder's memory are still in host memory.
-    pub fn follow_return(&mut self, now: Time, swapped: u64) {
+    /// Records how many bytes of the holder's memory are still missing.
+    pub fn follow_return(&mut self, now: Time, missing: u64) {
         if let Some(Returning { all, done, took: took @ None }) = &mut self.returning {
-            *done = all.saturating_sub(swapped).max(*done);
-            *took = (swapped == 0).then(|| now.saturating_sub(self.since));
+            *done = all.saturating_sub(missing).max(*done);
+            *took = (missing == 0).then(|| now.saturating_sub(self.since));
         }
     }
 

@@ -1,6 +1,6 @@
 //! Changes of the holds of a GPU's lock, from their grant to their end.
 
-use super::{ClientLock, Context, EndedHold, Gpu, Hold, STUCK, TurnStep, hold::Revoked};
+use super::{Account, ClientLock, Context, EndedHold, Gpu, Hold, STUCK, TurnStep, hold::Revoked};
 use crate::{api::*, effects::Effects};
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ impl Gpu {
     /// Records a lock that a client holds.
     pub fn take_over_hold(&mut self, cx: Context, fx: &mut Effects, client: ClientId, mut hold: Hold) {
         if let Some(attachment) = self.attachments.get_mut(&client) {
-            hold.begin_return(attachment.account().report.swapped);
+            hold.begin_return(attachment.account().returning());
             self.holders.insert(hold.number, client);
             attachment.lock.hold = Some(hold);
         }
@@ -64,6 +64,7 @@ impl Gpu {
         history.progress.ran(cx.now, ran, idle);
         history.bursts.ran(waited, uncontended, busy, idle);
         history.utilization.turn_ended(waited, idle);
+        self.change_account(fx, client, Account::has_run);
         self.lock_changed(cx, fx, client);
         self.end_trial(fx, client);
         Some(EndedHold { hold, waited })

@@ -24,9 +24,9 @@ impl Gpu {
             attachment.used.get_or_insert(cx.now);
         }
         let before = attachment.account().report.mapped;
-        let (evicted, report) = self.change_account(fx, client, |account| {
+        let (evicted, report, missing) = self.change_account(fx, client, |account| {
             let evicted = account.reported(cx.now, report);
-            (evicted, account.report)
+            (evicted, account.report, account.returning())
         })?;
         let needed = cx.quota.limit(client, self.id).map_or(0, Limit::demand);
         let attachment = self.attachments.get_mut(&client)?;
@@ -34,7 +34,7 @@ impl Gpu {
             attachment.failures.succeeded();
         }
         if let Some(hold) = &mut attachment.lock.hold {
-            hold.follow_return(cx.now, report.swapped);
+            hold.follow_return(cx.now, missing);
         }
         if report.demand > needed {
             attachment.grows(cx.now);

@@ -44,7 +44,7 @@ impl Quota {
             self.host.mark_all_changed();
         }
         let mut joined = self.host.take_joined();
-        let (changed, was_scarce) = self.host.take_changed();
+        let (changed, was_scarce) = self.host.take_changed(self.would_be_scarce());
         let budget = self.host.budget();
         // Some bounds span all GPUs, and waiting requests may depend on several GPUs.
         let all = was_scarce || budget.is_some() || cx.rules.bound_swap() || self.host.awaited;

@@ -1,4 +1,5 @@
-//! Limits that exceed a GPU, for managed memory, if a rule permits it.
+//! Limits that exceed a GPU, for managed memory, if a rule permits it, and the scarcity of host memory
+//! that they may cause.
 
 use super::{Context, Quota};
 use crate::api::*;
@@ -8,6 +9,21 @@ impl Quota {
     /// memory, and no other client may have memory on the GPU. So memory that stays there prevents it.
     pub(super) fn may_exceed(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         cx.rules.may_exceed_gpu(client) && cx.gpus.can_be_whole(id, client)
+    }
+
+    /// Whether host memory would be scarce if every client used a whole GPU, and the memory beyond a GPU
+    /// that it has requested.
+    pub(super) fn would_be_scarce(&self) -> bool {
+        self.host.spare().is_none_or(|spare| {
+            let wanted = self.requests.iter().filter_map(|(id, client)| self.limit(*client, *id)?.wanted);
+            spare < wanted.fold(0, |sum, wanted| sum.saturating_add(wanted.beyond))
+        })
+    }
+
+    /// Marks all limits for recomputation if memory has become scarce or is no longer scarce. Must be
+    /// called when `Host::most` may have changed.
+    pub(super) fn check_scarcity(&mut self) {
+        self.host.check_scarcity(self.would_be_scarce());
     }
 
     /// The bytes that a client whose managed memory may exceed the GPU has or has requested; 0 for other

@@ -17,7 +17,6 @@ impl Quota {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let Some(entry) = gpu.clients.remove(&client) else { return };
         gpu.count(rules.group(client), entry.limit.counted, 0);
-        self.host.want_beyond(entry.limit.wanted.map_or(0, |wanted| wanted.beyond), 0);
         gpu.held_requests.remove(&client);
         gpu.fresh.remove(&client);
         gpu.demands.remove(&(entry.limit.demand(), client));

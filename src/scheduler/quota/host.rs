@@ -10,9 +10,6 @@ pub(super) struct Host {
     bytes: Option<u64>,
     /// Bytes that would be in host memory if every client used a whole GPU, summed over all GPUs.
     pub most: u64,
-    /// Bytes beyond a GPU that clients have requested for managed memory. `most` does not include them.
-    #[serde(default)]
-    wanted_beyond: u64,
     /// Bytes that would be in host memory if every client used its whole limit.
     pub committed: u64,
     /// `bytes` was less than `most` when limits were last computed.
@@ -54,19 +51,15 @@ impl Host {
         self.scarce
     }
 
-    fn would_be_scarce(&self) -> bool {
-        self.bytes.is_some_and(|bytes| bytes < self.most.saturating_add(self.wanted_beyond))
+    /// Bytes that remain if every client uses a whole GPU. `None`: memory is scarce then.
+    /// `Some(u64::MAX)`: host memory is unbounded.
+    pub fn spare(&self) -> Option<u64> {
+        self.bytes.map_or(Some(u64::MAX), |bytes| bytes.checked_sub(self.most))
     }
 
-    /// Replaces a request for memory beyond a GPU.
-    pub fn want_beyond(&mut self, before: u64, now: u64) {
-        self.wanted_beyond = (self.wanted_beyond - before).saturating_add(now);
-    }
-
-    /// Marks all limits for recomputation if memory has become scarce or is no longer scarce. Must
-    /// be called when `most` may have changed.
-    pub fn check_scarcity(&mut self) {
-        self.all_changed |= self.would_be_scarce() != self.scarce;
+    /// Marks all limits for recomputation if memory has become scarce or is no longer scarce.
+    pub fn check_scarcity(&mut self, is_scarce: bool) {
+        self.all_changed |= is_scarce != self.scarce;
     }
 
     pub fn take_joined(&mut self) -> BTreeSet<GpuId> {
@@ -75,12 +68,11 @@ impl Host {
 
     /// Returns the GPUs whose limits have to be recomputed (`None`: all GPUs), and clears the list.
     /// Also returns whether memory was scarce before.
-    pub fn take_changed(&mut self) -> (Option<BTreeSet<GpuId>>, bool) {
+    pub fn take_changed(&mut self, is_scarce: bool) -> (Option<BTreeSet<GpuId>>, bool) {
         let changed = std::mem::take(&mut self.changed);
         let all = std::mem::take(&mut self.all_changed);
         self.demand_changed = false;
-        let scarce = self.would_be_scarce();
-        let before = std::mem::replace(&mut self.scarce, scarce);
+        let before = std::mem::replace(&mut self.scarce, is_scarce);
         ((!all).then_some(changed), before)
     }
 

@@ -189,7 +189,7 @@ impl Quota {
         let Some(gpu) = self.gpus.remove(&id) else { return };
         self.host.committed -= gpu.in_host;
         self.host.most -= gpu.most_in_host;
-        self.host.check_scarcity();
+        self.check_scarcity();
     }
 
     pub fn disconnected(&mut self, client: ClientId) {
@@ -246,9 +246,7 @@ impl Quota {
     /// Records the limit that a client has requested. `None`: the request has ended.
     fn set_wanted(&mut self, client: ClientId, id: GpuId, wanted: Option<Wanted>) {
         let Some(entry) = self.entry_mut(client, id) else { return };
-        let before = std::mem::replace(&mut entry.limit.wanted, wanted);
-        let beyond = |wanted: Option<Wanted>| wanted.map_or(0, |wanted| wanted.beyond);
-        self.host.want_beyond(beyond(before), beyond(wanted));
+        entry.limit.wanted = wanted;
         if wanted.is_some() {
             self.requests.insert((id, client));
         } else {

@@ -27,7 +27,7 @@ impl Quota {
             }
         }
         self.count_in_host(cx, id);
-        self.host.check_scarcity();
+        self.check_scarcity();
     }
 
     /// Updates the sums after one client's limit has changed.

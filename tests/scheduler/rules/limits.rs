@@ -86,6 +86,21 @@ fn managed_memory_may_exceed_the_gpu_as_far_as_the_host_has_room() {
     assert!(t.wish(2, 17 * GIB).contains(&denied(2, 17 * GIB, Denial::NoRoom)), "no rule permits it");
 }
 
+#[test]
+fn waiting_requests_beyond_the_gpu_may_have_any_size() {
+    let mut t = on_a_small_host();
+    let waits = RuleLimits { on_memory_full: OnMemoryFull::Wait, managed_beyond_gpu: true, ..RuleLimits::default() };
+    t.put(&[1, 2], waits);
+    let memory = [waiting(1, WaitReason::Memory), waiting(2, WaitReason::Memory)];
+    let commands = [1, 2].map(|n| t.wish(n, u64::MAX)).concat();
+    assert!(memory.iter().all(|command| commands.contains(command)), "{commands:?}");
+    for n in [1, 2] {
+        t.say(Event::Disconnected { client: client(n) });
+    }
+    t.join(3, 2 * GIB);
+    assert_eq!(t.attachment(3).limit, 16 * GIB, "host memory is not scarce any more");
+}
+
 /// A client that requests more than other programs left free at the last measurement.
 fn hoping() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);

@@ -29,19 +29,27 @@ fn anti_thrash_on_honours_the_time_quantum() {
     assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(2)]);
 }
 
+/// Ends the turn of client `from`, maps what client `to` is then allowed, and lets `from` wait again.
+fn next_turn(t: &mut Talk, from: u64, to: u64) {
+    t.release(from, ReleaseReason::Revoked);
+    assert!(t.map(from).contains(&grant(to)));
+    t.request(from);
+}
+
 /// Returns a machine with turns of a second on which client 2 was just granted the lock, 8 GiB of its
 /// memory are in host memory, and client 1 waits.
 fn with_returning_memory() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, 12 * GIB);
     t.join(2, 12 * GIB);
-    t.request(1);
+    t.join(1, 12 * GIB);
     t.request(2);
-    t.after(Duration::from_secs(1));
-    t.release(1, ReleaseReason::Revoked);
-    assert!(t.map(1).contains(&grant(2)));
-    assert_eq!(t.attachment(2).swapped, 8 * GIB);
     t.request(1);
+    t.after(Duration::from_secs(1));
+    next_turn(&mut t, 2, 1);
+    t.map(1);
+    t.after(Duration::from_secs(1));
+    next_turn(&mut t, 1, 2);
+    assert_eq!(t.attachment(2).swapped, 8 * GIB);
     t
 }
 
@@ -61,6 +69,47 @@ fn a_turn_ends_if_memory_does_not_return() {
     let mut t = with_returning_memory();
     assert_eq!(t.after(ms(2999)), []);
     assert_eq!(t.after(ms(1)), [revoke(2)]);
+}
+
+/// What exceeds the GPU stays in host memory, and so does a chunk that the rest of the allowance is too
+/// small for.
+#[test]
+fn a_turn_does_not_wait_for_managed_memory_that_exceeds_the_gpu() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(2, 0);
+    t.put(&[2], RuleLimits { managed_beyond_gpu: true, ..RuleLimits::default() });
+    t.report(2, 20 * GIB, 0, 0);
+    t.join(1, 12 * GIB);
+    t.request(2);
+    t.map(2);
+    t.request(1);
+    t.after(Duration::from_secs(1));
+    next_turn(&mut t, 2, 1);
+    t.map(1);
+    t.after(Duration::from_secs(1));
+    next_turn(&mut t, 1, 2);
+    let allowance = t.attachment(2).allowance;
+    assert_eq!(t.after(ms(100)), []);
+    t.report(2, 20 * GIB, allowance - 40 * MIB, 0);
+    assert_eq!(t.after(ms(899)), []);
+    assert_eq!(t.after(ms(1)), [revoke(2)]);
+}
+
+#[test]
+fn a_turn_does_not_wait_for_memory_that_the_scheduler_has_not_taken() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2] {
+        t.join(n, GIB);
+        t.report(n, GIB, 0, 0);
+    }
+    t.request(1);
+    t.request(2);
+    for n in [1, 2] {
+        assert_eq!((t.attachment(n).swapped, t.after(ms(999))), (GIB, vec![]), "it claims so");
+        assert_eq!(t.after(ms(1)), [revoke(n)]);
+        t.release(n, ReleaseReason::Revoked);
+        t.request(n);
+    }
 }
 
 #[test]

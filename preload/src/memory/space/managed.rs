@@ -174,13 +174,27 @@ mod tests {
         let plain = [(); 2].map(|()| memory.allocate());
         assert!(plain.iter().all(|at| memory.driver.is_mapped(*at)));
         let account = memory.account();
-        assert_eq!((account.mapped, account.swapped, account.lacking), (2 * GRANULE, SIZE, 0));
+        assert_eq!((account.mapped, account.swapped, account.lacking()), (2 * GRANULE, SIZE, 0));
         assert!(account.can_run(), "the driver pages the managed memory");
         let more = memory.space.lock().allocate(GRANULE, memory.context as usize, false, memory.work);
         assert_eq!(more, Err(ERROR_OUT_OF_MEMORY), "other memory must fit on the GPU");
         assert_eq!(memory.space.lock().take_strays(), [(AT, SIZE - 1)], "the driver may have moved it to the GPU");
         memory.space.lock().account.may_exceed_gpu = false;
         assert!(!memory.account().can_run());
+    }
+
+    /// For example small managed allocations.
+    #[test]
+    fn managed_memory_outside_of_chunks_makes_no_room() {
+        let memory = Memory::new();
+        let mut space = memory.space.lock();
+        space.account.may_exceed_gpu = true;
+        (space.account.pinned, space.account.managed, space.account.managed_pinned) = (GRANULE, GRANULE, GRANULE);
+        space.limit(1, 8 * GRANULE, 8 * GRANULE, 0);
+        space.allow(1, GRANULE);
+        space.allocate(GRANULE, memory.context as usize, false, memory.work).expect("room within the limit");
+        assert_eq!((space.account.lacking(), space.account.managed_mapped()), (GRANULE, GRANULE));
+        assert!(!space.can_restore(), "none of it can leave the GPU");
     }
 
     #[test]
