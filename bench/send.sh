@@ -5,9 +5,9 @@
 #
 #   send.sh [ROUNDS]   prints a line for each round, and then the median of the ratios
 #
-# The program's memory has no repeated contents, so that all of it is saved. When it is saved, the program
-# has no work on the GPU. A move and a restore end when the program runs, and a copy when it is on the disk
-# of the other host.
+# The program's memory has no repeated contents, so that all of it is saved. When it is saved, it waits, and
+# has no work on the GPU. (On b, whose clock is behind, the wait lasts until a signal.) A move and a restore
+# end when the program runs, and a copy when it is on the disk of the other host.
 set -euo pipefail
 
 rounds=${1:-3}
@@ -61,12 +61,12 @@ for round in $(seq "$rounds"); do
     timed copy "$saved" && copy=$took
     copy_files
     timed inside b nvsharectl restore "$saved" && restore=$took
-    ends_well b
+    end_program b
 
     begin
     timed inside a nvsharectl hibernate --send node-b "$pid"
     send=$(calculate "$took - $(inside a cat /run/copying)")
-    ends_well b
+    end_program b
     ratio=$(calculate "$send / ($hibernate + $copy + $restore)")
     echo "$ratio: sent in $send s; hibernate $hibernate s, copy $copy s, restore $restore s; image of $((bytes >> 20)) MiB"
 done | tee "$nodes/rounds"

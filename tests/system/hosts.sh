@@ -158,6 +158,9 @@ runs() { inside "$1" test -d "/proc/$pid" 2>/dev/null; }
 ends_well() { # node: the program ends there, with right results, and its image is deleted
     runs b && runs a && fail "the program runs twice"
     until_true "the program to be served on $1" served "$1"
+    end_program "$1"
+}
+end_program() { # node: ends the program, whose results are right, and deletes its image
     inside "$1" kill -USR1 "$pid"
     until_true "the program to end" inside "$1" grep -q '"ok":true' /home/alice/log
     [ "$(inside "$1" grep -c '"ok":true' /home/alice/log)" = 1 ] || fail "it has ended twice"
