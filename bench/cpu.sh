@@ -4,14 +4,14 @@
 #     bench/cpu.sh [PART…]    default: all parts that PARTS lists
 #
 # A part is a benchmark of cargo or one of the functions below. Some need root. The following are long,
-# and need an idle machine: `check`, which runs `make check` in a fresh clone, and `cockpit` and
-# `hibernations`, which boot a Debian. JSON=FILE writes to another file.
+# and need an idle machine: `check`, which runs `make check` in a fresh clone, and `cockpit`,
+# `hibernations` and `send`, which boot a Debian. JSON=FILE writes to another file.
 set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
 json=${JSON:-$PWD/bench/results.json}
 PARTS="events handover metrics top debug guest exposure hostile soak swap-file eight-jax field aliases simulate waiting crash demo"
-LONG="check cockpit hibernations"
+LONG="check cockpit hibernations send"
 
 add() { python3 bench/gpu/figures.py --add "$json" "$1" "$2" "$3" "$4"; }
 
@@ -91,6 +91,13 @@ cockpit() {
 hibernations() {
     HIBERNATIONS=500 SUITES=trixie FRESH=no make check-system 2>&1 | tee /dev/stderr | grep '500 hibernations with kills' >target/kills
     add hibernate-kills-lost 0 count "$(sed 's/^ *//' target/kills)" # the step fails if one is lost
+}
+
+send() {
+    make build STATIC= >&2
+    bench/send.sh 5 | tee /dev/stderr >target/send
+    note="medians of 5 rounds; simulated GPU, two booted Debian on one machine; contents cannot be compressed"
+    add send-2GiB-over-copy "$(tail -n 1 target/send)" ratio "$note"
 }
 
 benches="events handover metrics top debug guest exposure hostile soak swap-file eight-jax field"

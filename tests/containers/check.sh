@@ -1,6 +1,6 @@
 #!/bin/bash
 # Containers share a simulated GPU by CDI, under a real podman. The containers contain Debian 12,
-# Debian 11, another C library, or no C library. See README.md.
+# Debian 11, another C library, or no C library. Then a container is saved and restored. See README.md.
 #
 #   check.sh BUILT   BUILT: target/debug
 set -eu
@@ -10,15 +10,16 @@ built=$(realpath "$1") here=$(realpath "$(dirname "$0")")
 bases=${built%/*}/containers
 mkdir -p "$bases"
 
-for suite in bookworm bullseye; do
-    [ -e "$bases/$suite.tar" ] && continue
-    echo "--- $suite: making a base system"
-    # old-glibc.sh links with these packages of the oldest suite.
-    include=$([ $suite = bookworm ] || echo --include=libc6-dev,libgcc-s1)
-    # shellcheck disable=SC2086
-    mmdebstrap --quiet --format=tar --variant=essential $include $suite "$bases/$suite.tar.new"
-    mv "$bases/$suite.tar.new" "$bases/$suite.tar"
-done
+base() { # name, packages
+    [ ! -e "$bases/$1.tar" ] || return 0
+    echo "--- $1: making a base system"
+    mmdebstrap --quiet --format=tar --variant=essential ${2:+--include="$2"} "${1%%-*}" "$bases/$1.tar.new"
+    mv "$bases/$1.tar.new" "$bases/$1.tar"
+}
+base bookworm ''
+# old-glibc.sh links with these packages of the oldest suite.
+base bullseye libc6-dev,libgcc-s1
+base trixie-podman podman,crun,criu,libcriu2,iproute2,iptables,mount,python3
 if [ ! -e "$bases/bullseye" ]; then
     mkdir -p "$bases/bullseye.new"
     tar -C "$bases/bullseye.new" -xf "$bases/bullseye.tar" ./lib ./usr/lib
@@ -29,4 +30,5 @@ programs=$("$here/old-glibc.sh" "$bases/bullseye" "$bases/target")
 
 # The mounts are private to this check. The mounts include the control groups of version 2, which
 # podman needs.
-exec unshare --mount "$here/inside.sh" "$built" "$programs" "$bases"
+unshare --mount "$here/inside.sh" "$built" "$programs" "$bases"
+"$here/checkpoint.sh" "$built" "$programs" "$bases"

@@ -82,7 +82,7 @@ start_scheduler() {
 
 stop_scheduler() { # signal
     kill -s "$1" "$scheduler"
-    wait "$scheduler" || true
+    wait "$scheduler" 2>/dev/null || true
 }
 
 ctl() { "$built/nvsharectl" --control "$control" "$@"; }

@@ -10,31 +10,7 @@ here=$(realpath "$(dirname "$0")")
 bases=${built%/*}/system
 mkdir -p "$bases"
 
-# The systems have no network, so the packages' dependencies are preinstalled. The steps need the
-# packages after adduser.
-include=systemd,systemd-sysv,dbus,dbus-user-session,polkitd,libpam-systemd,libc6,adduser
-include=$include,procps,diffutils,man-db,bash-completion,jq,gamemode-daemon,python3
-
-# Creates the base system of a suite, unless a base system with these packages already exists.
-base() { # name, packages
-    base=$bases/$1.tar
-    [ ! -e "$base" ] || [ "$(cat "$base.packages" 2>/dev/null)" != "$2" ] || return 0
-    echo "--- $1: making a base system"
-    mmdebstrap --quiet --format=tar --variant=apt --include="$2" "${1%%-*}" "$base.new"
-    mv "$base.new" "$base"
-    echo "$2" >"$base.packages"
-}
-
-# Puts the simulated GPU, the steps and the files in $packages into a system.
-prepare() { # root
-    # NVIDIA's packages put their libraries in this directory.
-    "$here/../cuda-sim/install.sh" "$1/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || cc -print-multiarch)" "$built"
-    install "$built/cuda-program" "$1/usr/local/bin"
-    mkdir -p "$1/opt/nvshare-test"
-    cp -r "$here"/*.sh "$here/steps" "$here/recipes" "$here/cockpit" "$1/opt/nvshare-test"
-    cp -r "$here/../../docs/recipes" "$1/opt/nvshare-test/pages"
-    cp -r "$here/../../debian/tests" "$1/opt/nvshare-test/autopkgtests"
-}
+. "$here/bases.sh"
 
 # Looks at the page for Cockpit in a browser. Chromium is larger than the rest of a system, so the
 # page has a separate system.
@@ -68,7 +44,7 @@ look_at_page() { # suite
 # Moves programs between two hosts, which need ssh. Their systems are separate from the one whose files are compared.
 move_between() { # suite
     echo "--- $1: two hosts"
-    base "$1-nodes" "$include,criu,openssh-server,openssh-client,rsync,iproute2"
+    base "$1-nodes" "$include,$for_nodes"
     root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-system-XXXXXX")
     # shellcheck disable=SC2064
     trap "rm -rf --one-file-system '$root'" EXIT

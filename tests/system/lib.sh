@@ -12,7 +12,7 @@ user=alice
 # including the scheduler and the helper. The directory isn't in /tmp or /var/tmp, because the
 # services have private /tmp and /var/tmp.
 simulated=/srv/gpu
-gpu=(CUDA_SIM_DIR=$simulated NVSHARE_DEVICES=$simulated CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
+gpu=(CUDA_SIM_DIR=$simulated NVSHARE_DEVICES=$simulated CUDA_SIM_MEMORY="${SIMULATED_MEMORY:-256M}" CUDA_SIM_CONTEXT=4M)
 
 # Makes the services use the simulated machine.
 simulate() { # environment…

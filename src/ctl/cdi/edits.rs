@@ -1,16 +1,36 @@
 //! CDI edits of a container: variables, device nodes, mounts, hooks. Unknown keys are passed on
 //! unchanged.
+//!
+//! Each bind mount has a type, which CDI and the runtimes make optional: crun 1.21 crashes when it
+//! restores a container with a mount without one. The files that `nvidia-ctk` writes name no types.
 
 use serde_json::{Map, Value, json};
+
+const BIND: &str = "bind";
+
+fn is_bind(mount: &Value) -> bool {
+    let options = mount.get("options").and_then(Value::as_array);
+    options.is_some_and(|options| options.iter().any(|option| option == BIND || option == "rbind"))
+}
+
+fn name_type(mount: &mut Value) {
+    if let Value::Object(mount) = mount {
+        mount.entry("type").or_insert_with(|| json!(BIND));
+    }
+}
 
 /// The value of `containerEdits`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Edits(Map<String, Value>);
 
 impl Edits {
-    /// Returns the edits under a key of the file, or no edits if the key is missing.
+    /// Returns the edits of a file or of one of its devices, or no edits if the key is missing.
     pub fn of(parent: &Value) -> Self {
-        Self(parent.get("containerEdits").and_then(Value::as_object).cloned().unwrap_or_default())
+        let mut edits = parent.get("containerEdits").and_then(Value::as_object).cloned().unwrap_or_default();
+        if let Some(Value::Array(mounts)) = edits.get_mut("mounts") {
+            mounts.iter_mut().filter(|mount| is_bind(mount)).for_each(name_type);
+        }
+        Self(edits)
     }
 
     /// Adds the edits of `other` that are missing.
@@ -34,7 +54,8 @@ impl Edits {
         let options = ["ro", "nosuid", "nodev", "noexec", "bind"];
         // Only a library needs `exec`, because the loader maps it as executable.
         let options: &[&str] = if container.ends_with(".so") { &["ro", "nosuid", "nodev", "bind"] } else { &options };
-        self.push("mounts", json!({ "hostPath": host, "containerPath": container, "options": options }));
+        let mount = json!({ "hostPath": host, "containerPath": container, "type": BIND, "options": options });
+        self.push("mounts", mount);
     }
 
     pub fn variable(&mut self, name: &str, value: &str) {

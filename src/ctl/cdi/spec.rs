@@ -155,7 +155,7 @@ mod tests {
         let text = json!({
             "cdiVersion": version,
             "kind": "nvidia.com/gpu",
-            "containerEdits": { "mounts": [{ "hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1" }] },
+            "containerEdits": { "mounts": [{ "hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1", "options": ["ro", "bind"] }] },
             "devices": [device("0", "/dev/nvidia0"), device("1", "/dev/nvidia1")],
         });
         std::fs::write(&file, text.to_string()).expect("the file");
@@ -197,7 +197,8 @@ mod tests {
             ]
         );
         let is_to_read = |mount: &Value| mount["options"].as_array().is_some_and(|all| all.contains(&"ro".into()));
-        assert!(mounts[1..].iter().all(is_to_read));
+        assert!(mounts.iter().all(is_to_read));
+        assert!(mounts.iter().all(|mount| mount["type"] == "bind"), "crun restores no mount without a type");
         assert_eq!(spec["containerEdits"]["env"], Value::Null, "no variable of the image is replaced");
         let hook = json!({ "hookName": "createContainer", "path": "/l/nvsharectl", "args": ["nvsharectl", "cdi", "merge-preload"] });
         assert_eq!(spec["containerEdits"]["hooks"], json!([hook]));
