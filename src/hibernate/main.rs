@@ -5,7 +5,7 @@
 //!
 //! - `worker`: CRIU runs as the owner of the program, so that a restore gives no one a right. `scope`: it
 //!   runs in the user's slice. `rights`: what a restored program may have. `criu`: CRIU's command lines.
-//! - `process`: which processes can be saved; stopping them.
+//! - `process`: which processes can be saved; stopping them. `shared`: what they share with other programs.
 //! - `claims`: the rights that an image claims for its tasks.
 //! - `needs`, `files`: what a program needs from the host.
 //! - `sending`: images for other hosts.
@@ -25,6 +25,7 @@ mod record;
 mod rights;
 mod scope;
 mod sending;
+mod shared;
 mod store;
 mod worker;
 
@@ -51,7 +52,7 @@ use std::{
     time::Instant,
 };
 use store::{Entry, Manifest, Store};
-use worker::{Limit, TIMEOUT};
+use worker::{Limit, TIMEOUT, Unfit};
 
 /// Saves sleeping programs to disk and restores them, for the nvshare-scheduler connected to standard input.
 #[derive(Debug, Parser)]
@@ -256,13 +257,15 @@ impl Helper<'_> {
     /// Checks that the owner may open the files of a program, and writes their data to the disk.
     fn check_files(&self, tree: &Tree, rights: &rights::Rights) -> Result<(), Refusal> {
         let limit = Limit { deadline: self.deadline, obstacle: &|| self.cancelled() };
-        match worker::first_closed(rights, tree.files(), limit)? {
-            Some(path) => Err(Refusal::new(format!(
-                "it has {path:?} open, which its user may not open. Start it with: nvsharectl run --portable -- \
-                 COMMAND"
-            ))),
-            None => Ok(()),
-        }
+        let why = match worker::first_unfit(rights, tree.files(), limit)? {
+            None => return Ok(()),
+            Some(Unfit::Closed(path)) => format!("has {path:?} open, which its user may not open"),
+            Some(Unfit::HalfOpen(path, is_written)) => {
+                let others = shared::describe_others(Path::new(&path), is_written, &tree.pids());
+                format!("shares the FIFO {path:?} with {others}, which would not be saved")
+            }
+        };
+        Err(Refusal::new(format!("it {why}. {}", process::START)))
     }
 
     /// Saves a program. The record was written before the program is stopped, and is removed after the

@@ -3,7 +3,7 @@
 use crate::{
     Refusal,
     rights::{Credentials, Rights, Status, login, tasks},
-    scope,
+    scope, shared,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -31,6 +31,9 @@ const LOOK: Duration = Duration::from_millis(2);
 /// Namespaces that a program must share with the helper, because CRIU without privileges cannot save or
 /// restore namespaces.
 const NAMESPACES: [&str; 7] = ["user", "mnt", "pid", "net", "ipc", "uts", "cgroup"];
+
+/// The remedy for a program that shares something with the programs around it.
+pub const START: &str = "Start it with: nvsharectl run --portable=LOG -- COMMAND";
 
 /// Identifies a process of a user, also after the process has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -323,6 +326,8 @@ impl Tree {
             let refuse = |why: String| Refusal::new(format!("process {pid} ({}) {why}", name(*pid)));
             member.check(*pid, uid).map_err(refuse)?;
         }
+        shared::check(&member.members)
+            .map_err(|(pid, why)| Refusal::new(format!("process {pid} ({}) {why}", name(pid))))?;
         let directories: Vec<PathBuf> = self.pids().into_iter().map(directory).collect();
         Rights::of(member.owner, member.login, &directories).map_err(|_| gone())
     }
@@ -339,16 +344,16 @@ impl Tree {
         }
     }
 
-    /// Returns the files that the processes have open by a name, and whether each is open for writing. Does not
-    /// touch the files, because a file system of the owner may never answer.
+    /// Returns the files that the processes have open by a name, and whether each is open for writing. A file
+    /// that is open for reading and writing is returned for each. Does not touch the files, because a file
+    /// system of the owner may never answer.
     pub fn files(&self) -> Vec<(PathBuf, bool)> {
         let of = |pid: i32| {
-            open_files(pid).filter_map(move |(descriptor, path)| {
-                let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
-                let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?.trim();
-                let is_written = u32::from_str_radix(flags, 8).ok()? & libc::O_ACCMODE as u32 != 0;
+            open_files(pid).flat_map(move |(descriptor, path)| {
                 let is_named = path.is_absolute() && !path.to_string_lossy().ends_with(" (deleted)");
-                is_named.then_some((path, is_written))
+                let (reads, writes) = access(pid, &descriptor).filter(|_| is_named).unwrap_or_default();
+                let uses = [reads.then(|| (path.clone(), false)), writes.then_some((path, true))];
+                uses.into_iter().flatten()
             })
         };
         self.pids().into_iter().flat_map(of).collect()
@@ -451,7 +456,8 @@ fn credentials(pid: i32) -> Option<Credentials> {
     Status::read(&directory(pid)).ok()?.credentials()
 }
 
-fn pids() -> io::Result<impl Iterator<Item = i32>> {
+/// Returns all processes.
+pub fn pids() -> io::Result<impl Iterator<Item = i32>> {
     let entries: io::Result<Vec<_>> = fs::read_dir("/proc")?.collect();
     Ok(entries?.into_iter().filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
 }
@@ -506,9 +512,28 @@ fn shares_namespace(pid: i32, kind: &str) -> bool {
     own.is_some() && link(&pid.to_string()) == own
 }
 
-fn open_files(pid: i32) -> impl Iterator<Item = (String, PathBuf)> {
+/// Returns the parent of a process, unless the process has ended.
+pub fn parent(pid: i32) -> Option<i32> {
+    Some(Stat::of(pid).ok()??.parent)
+}
+
+/// Returns the descriptors of a process, and the paths or descriptions of their files.
+pub fn open_files(pid: i32) -> impl Iterator<Item = (String, PathBuf)> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, fs::read_link(entry.path()).ok()?)))
+}
+
+/// Returns a field of a descriptor. `name`: with its colon.
+pub fn descriptor_field(pid: i32, descriptor: &str, name: &str) -> Option<String> {
+    let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
+    Some(info.lines().find_map(|line| line.strip_prefix(name))?.trim().to_owned())
+}
+
+/// Returns whether a descriptor is open for reading, and for writing.
+pub fn access(pid: i32, descriptor: &str) -> Option<(bool, bool)> {
+    let flags = i32::from_str_radix(&descriptor_field(pid, descriptor, "flags:")?, 8).ok()?;
+    let mode = flags & libc::O_ACCMODE;
+    Some((mode != libc::O_WRONLY, mode != libc::O_RDONLY))
 }
 
 /// Checks for open files and sockets that prevent a dump. CRIU finds the other ones, and the program

@@ -325,6 +325,18 @@ ends_well
 start_with systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" setpriv --inh-caps=-all --no-new-privs
 refused "NoNewPrivs" nvsharectl hibernate "$pid"
 ends_well
+# A restored program would lack the process that reads its output.
+(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" env "${gpu[@]}" setpriv \
+    --inh-caps=-all nvsharectl run --portable=$log -- bash -c \
+    'setsid cuda-program naps --mem 16M --seconds 600 --pause-ms 5 | cat') >/tmp/said
+until_true "the program to be served" is_so '[.clients[] | select(.gpus[].grants > 0)] | length == 1'
+pid=$(pgrep -u $user -x cuda-program) || fail "no program runs"
+refused "shares a pipe (descriptor 1) with process" as_user nvsharectl hibernate "$pid"
+until_true "the program to continue" goes_on
+kill -USR1 "$pid"
+has_result() { grep -q '"ok":true' $log; }
+until_true "its result" has_result
+rm $log
 
 # systemd would stop to restart a scheduler that is killed this often.
 kill_victim() {
