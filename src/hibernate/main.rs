@@ -31,7 +31,7 @@ mod worker;
 
 use clap::Parser;
 use criu::Job;
-use needs::{Needs, System};
+use needs::{Needs, REAPED, System};
 use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
 use process::{Identity, Tree, gone, unreadable};
 use record::Stage;
@@ -231,9 +231,9 @@ impl Helper<'_> {
         let process = Identity::of(root).map_err(unreadable)?.ok_or_else(gone)?;
         let tree = Tree::of(&process).map_err(unreadable)?.ok_or_else(gone)?;
         if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
-            let name = process::name(*pid);
+            let process = process::describe(*pid);
             return Err(Refusal::new(format!(
-                "process {pid} ({name}), which it has started, has just begun to use a GPU. Try again"
+                "{process}, which it has started, has just begun to use a GPU. Try again"
             )));
         }
         criu::check()?;
@@ -325,7 +325,7 @@ impl Helper<'_> {
         let mut lacks: Vec<String> = criu::check().err().map(|Refusal(why)| why).into_iter().collect();
         lacks.extend(needs::missing_control_groups());
         lacks.extend(manifest.needs.missing(&System::present(), gpus, user.as_deref()));
-        lacks.extend(needs::taken(&manifest.threads));
+        lacks.extend(needs::taken(&manifest.threads, REAPED));
         match check_groups(owner) {
             // Only a user that exists here can have files.
             Err(Refusal(why)) => lacks.push(why),

@@ -273,7 +273,7 @@ impl Tree {
             if let Some(member) = stopped.members.iter().find(|member| !member.stops(root.uid)) {
                 stopped.resume(root.uid);
                 let pid = member.identity.pid;
-                return Err(Refusal::new(format!("process {pid} ({}) does not stop", name(pid))));
+                return Err(Refusal::new(format!("{} does not stop", describe(pid))));
             }
             let now = match Self::of(root) {
                 Ok(now) => now.ok_or_else(gone)?,
@@ -323,11 +323,10 @@ impl Tree {
         let owner = credentials(root).ok_or_else(gone)?;
         let member = Kin { owner, login: login(&directory(root)), members: self.pids().into_iter().collect() };
         for pid in &member.members {
-            let refuse = |why: String| Refusal::new(format!("process {pid} ({}) {why}", name(*pid)));
+            let refuse = |why: String| Refusal::new(format!("{} {why}", describe(*pid)));
             member.check(*pid, uid).map_err(refuse)?;
         }
-        shared::check(&member.members)
-            .map_err(|(pid, why)| Refusal::new(format!("process {pid} ({}) {why}", name(pid))))?;
+        shared::check(&member.members).map_err(|(pid, why)| Refusal::new(format!("{} {why}", describe(pid))))?;
         let directories: Vec<PathBuf> = self.pids().into_iter().map(directory).collect();
         Rights::of(member.owner, member.login, &directories).map_err(|_| gone())
     }
@@ -339,7 +338,7 @@ impl Tree {
     pub fn check_running(&self) -> Result<(), Refusal> {
         let is_stopped = |pid: &i32| !matches!(Stat::of(*pid), Ok(stat) if stat.is_none_or(|stat| stat.state != 'T'));
         match self.pids().into_iter().find(is_stopped) {
-            Some(pid) => Err(Refusal::new(format!("process {pid} ({}) is stopped. Continue it first", name(pid)))),
+            Some(pid) => Err(Refusal::new(format!("{} is stopped. Continue it first", describe(pid)))),
             None => Ok(()),
         }
     }
@@ -506,6 +505,11 @@ pub fn name(pid: i32) -> String {
     name.trim().chars().map(allowed).collect()
 }
 
+/// Names a process in a sentence.
+pub fn describe(pid: i32) -> String {
+    format!("process {pid} ({})", name(pid))
+}
+
 fn shares_namespace(pid: i32, kind: &str) -> bool {
     let link = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
     let own = link("self");
@@ -515,6 +519,13 @@ fn shares_namespace(pid: i32, kind: &str) -> bool {
 /// Returns the parent of a process, unless the process has ended.
 pub fn parent(pid: i32) -> Option<i32> {
     Some(Stat::of(pid).ok()??.parent)
+}
+
+/// True if a process has ended, and its parent has not reaped it.
+pub fn has_ended(pid: i32) -> bool {
+    let is_zombie = matches!(Stat::of(pid), Ok(Some(stat)) if stat.state == 'Z');
+    // The first thread may have ended before the others.
+    is_zombie && tasks(&directory(pid)).is_ok_and(|tasks| tasks.len() == 1)
 }
 
 /// Returns the descriptors of a process, and the paths or descriptions of their files.

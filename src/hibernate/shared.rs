@@ -8,7 +8,7 @@
 //! without a name that a process outside shares, descriptors in a message that was not received yet, and
 //! unlinked FIFOs.
 
-use crate::process::{START, access, descriptor_field, name, open_files, parent, pids};
+use crate::process::{START, access, describe, descriptor_field, open_files, parent, pids};
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
@@ -99,7 +99,7 @@ pub fn check(members: &BTreeSet<i32>) -> Result<(), (i32, String)> {
         if let Some((end, (pid, descriptor))) = found
             && !is_descendant(other, members)
         {
-            let (kind, other) = (end.kind(), described(other));
+            let (kind, other) = (end.kind(), describe(other));
             let why = format!("shares {kind} (descriptor {descriptor}) with {other}, which would not be saved");
             return Err((*pid, format!("{why}. {START}")));
         }
@@ -116,11 +116,7 @@ pub fn describe_others(fifo: &Path, is_written: bool, members: &[i32]) -> String
                 access(*pid, &descriptor).is_some_and(|(reads, writes)| if is_written { reads } else { writes })
             })
     };
-    pids().into_iter().flatten().find(is_other).map_or_else(|| "other programs".to_owned(), described)
-}
-
-fn described(pid: i32) -> String {
-    format!("process {pid} ({})", name(pid))
+    pids().into_iter().flatten().find(is_other).map_or_else(|| "other programs".to_owned(), describe)
 }
 
 #[cfg(test)]
