@@ -30,6 +30,7 @@ use crate::daemon::core::{Candidate, Core, Departure, Sleeps};
 use crate::daemon::systemd;
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::peer;
+use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
 /// The socket of the helper. systemd starts a helper for each connection.
@@ -294,6 +295,7 @@ async fn save(
 ) -> fdo::Result<Image> {
     let since = Instant::now();
     let mut candidates = Vec::new();
+    wait_until_back(core, pid).await;
     let saved = match propose(core, pid, users, &mut candidates) {
         Ok(()) => save_candidates(core, budget, &candidates, cancelled).await.map_err(|why| {
             warn!(pid, "cannot save process {pid} to disk: {why}");
@@ -324,14 +326,39 @@ fn propose(
     users: &BTreeSet<u32>,
     candidates: &mut Vec<Candidate>,
 ) -> fdo::Result<()> {
-    let clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
-    let descendants = clients.into_iter().filter(|pid| is_descendant(*pid, root));
-    for pid in std::iter::once(root).chain(descendants) {
+    for pid in programs(core, root) {
         let candidate =
             core.borrow_mut().with_host(|host, model, events| host.departures.propose(model, events, pid, users))?;
         candidates.push(candidate);
     }
     Ok(())
+}
+
+/// The process, and its descendants that are clients.
+fn programs(core: &Rc<RefCell<Core>>, root: u32) -> Vec<u32> {
+    let clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
+    let descendants = clients.into_iter().filter(|pid| is_descendant(*pid, root));
+    std::iter::once(root).chain(descendants).collect()
+}
+
+/// Waits until a program uses its GPUs again whose hibernation has just failed. It connects again after a second.
+async fn wait_until_back(core: &Rc<RefCell<Core>>, root: u32) {
+    let any = |is_absent: &dyn Fn(&Core, ClientId) -> bool| {
+        let pids = programs(core, root);
+        let core = &*core.borrow();
+        let clients = core.model.client_pids().into_iter().filter(|(_, pid)| pids.contains(pid));
+        clients.into_iter().any(|(client, _)| is_absent(core, ClientId(client)))
+    };
+    let is_returning = |core: &Core, client| core.host.departures.is_returning(client);
+    let uses_no_gpu = |core: &Core, client| !core.model.uses_gpu(client);
+    if any(&is_returning) {
+        let back = async {
+            while any(&is_returning) || any(&uses_no_gpu) {
+                sleep(LOOK).await;
+            }
+        };
+        let _ = timeout(LEAVE_TIMEOUT, back).await; // if it is not back, `propose` refuses it
+    }
 }
 
 /// Returns true if a process was started by another one, or by its descendants.
@@ -460,7 +487,7 @@ async fn wait_until_left(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Res
     loop {
         let departure = core.borrow().host.departures.departure(candidate.client);
         match departure {
-            Some(Departure::Left(_)) => return Ok(()),
+            Some(Departure::Left(_) | Departure::Returning(_)) => return Ok(()),
             Some(Departure::Refused(LeaveAnswer::SwapFile)) => {
                 return Err(
                     "it has a swap file, which cannot be saved. Start it while `file` in `[swap]` is not set".into()

@@ -63,6 +63,8 @@ refused "is being hibernated already" as_user nvsharectl hibernate "$pid"
 rm /run/criu-works
 wait $order && fail "a program was saved without CRIU"
 grep -q "cannot hibernate process $pid: CRIU fails" /tmp/said || fail "said $(cat /tmp/said)"
+# A second attempt waits until the program has connected again.
+refused "CRIU fails" as_user nvsharectl hibernate "$pid"
 goes_on || fail "the program is $(state)"
 until_true "it to run again" is_so ".clients[] | select(.pid == $pid and .paused == false) | .gpus[].\"lock-time\" > 0.2"
 mv "$criu.real" "$criu"
