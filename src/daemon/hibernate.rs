@@ -65,6 +65,8 @@ pub enum HibernationRequest {
     Save {
         pid: u32,
         users: BTreeSet<u32>,
+        /// The restore closes the program's network connections. Otherwise, none may exist.
+        closes_connections: bool,
     },
     /// Restores the program of an image of this user.
     Restore {
@@ -123,8 +125,9 @@ pub fn answer(
     let core = core.clone();
     spawn_local(async move {
         let done = match request {
-            HibernationRequest::Save { pid, users } => {
-                save(&core, &budget, pid, &users, pin!(reply.closed())).await.map(Done::Saved)
+            HibernationRequest::Save { pid, users, closes_connections } => {
+                let cancelled = pin!(reply.closed());
+                save(&core, &budget, pid, &users, closes_connections, cancelled).await.map(Done::Saved)
             }
             HibernationRequest::Restore { uid, image } => restore(&core, &budget, uid, image).await.map(Done::Restored),
             HibernationRequest::Compare { uid, image } => compare(&core, &budget, uid, image).await.map(Done::Lacks),
@@ -291,13 +294,14 @@ async fn save(
     budget: &Arc<Budget>,
     pid: u32,
     users: &BTreeSet<u32>,
+    closes_connections: bool,
     cancelled: Pin<&mut impl Future<Output = ()>>,
 ) -> fdo::Result<Image> {
     let since = Instant::now();
     let mut candidates = Vec::new();
     wait_until_back(core, pid).await;
     let saved = match propose(core, pid, users, &mut candidates) {
-        Ok(()) => save_candidates(core, budget, &candidates, cancelled).await.map_err(|why| {
+        Ok(()) => save_candidates(core, budget, &candidates, closes_connections, cancelled).await.map_err(|why| {
             warn!(pid, "cannot save process {pid} to disk: {why}");
             failed(&format!("hibernate process {pid}"), why)
         }),
@@ -372,10 +376,11 @@ async fn save_candidates(
     core: &Rc<RefCell<Core>>,
     budget: &Arc<Budget>,
     candidates: &[Candidate],
+    closes_connections: bool,
     mut cancelled: Pin<&mut impl Future<Output = ()>>,
 ) -> Result<Image, String> {
     let helper = tokio::select! {
-        helper = prepare(core, budget, candidates) => helper?,
+        helper = prepare(core, budget, candidates, closes_connections) => helper?,
         () = &mut cancelled => return Err(CANCELLED.into()),
     };
     let reply = {
@@ -403,7 +408,12 @@ async fn save_candidates(
 }
 
 /// Prepares programs so that the returned helper can save them: they sleep, were checked, and have left.
-async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[Candidate]) -> Result<Helper, String> {
+async fn prepare(
+    core: &Rc<RefCell<Core>>,
+    budget: &Arc<Budget>,
+    candidates: &[Candidate],
+    closes_connections: bool,
+) -> Result<Helper, String> {
     let root = candidates.first().ok_or("it has ended")?;
     for candidate in candidates {
         wait_until_asleep(core, candidate).await?;
@@ -416,7 +426,8 @@ async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[C
     let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
     let clients = others.filter_map(|pid| pid.try_into().ok()).collect();
     let gpus = candidates.iter().flat_map(|candidate| candidate.gpus.iter().copied()).collect();
-    let request = Request::Check { uid: root.uid, clients, gpus: core.borrow().model.kinds_of(&gpus) };
+    let gpus = core.borrow().model.kinds_of(&gpus);
+    let request = Request::Check { uid: root.uid, clients, gpus, closes_connections };
     match helper.ask(&request, Some(&root.process)).await {
         Some(Reply::Done) => {}
         Some(Reply::Refused(why)) => return Err(why),

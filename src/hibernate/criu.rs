@@ -20,7 +20,7 @@ const OLDEST: (u32, u32) = (4, 1);
 const CRIU: &str = "criu";
 const NEEDED: &str = "CRIU 4.1 or newer is needed. Install the package criu, for example of Debian 13";
 
-/// Parts of messages of CRIU, and what the user can do.
+/// Parts of CRIU's messages, each with the remedy.
 const REMEDIES: [(&str, &str); 2] = [
     // SO_PASSCRED. Linux 6.18 does not have it for network sockets, and CRIU 4.1.1 reads it for all sockets.
     ("Can't get 1:16 opt", ". With this kernel, a program that has a network socket needs CRIU 4.2 or newer"),
@@ -57,6 +57,8 @@ pub struct Job<'a> {
     pub entry: &'a Entry,
     pub scope: &'a Scope,
     pub rights: &'a Rights,
+    /// Restores the program's network connections as closed.
+    pub closes_connections: bool,
     pub deadline: Instant,
 }
 
@@ -73,7 +75,8 @@ impl Job<'_> {
             self.entry.part("criu").map_err(|e: io::Error| Refusal::new(format!("cannot open the image: {e}")))?;
         let common = ["--unprivileged", "--no-default-config", "--manage-cgroups=ignore"];
         let places = ["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"];
-        let arguments = arguments.iter().chain(&common).chain(&places).map(|argument| (*argument).to_owned()).collect();
+        let arguments = arguments.iter().chain(self.connections()).chain(&common).chain(&places);
+        let arguments = arguments.map(|argument| (*argument).to_owned()).collect();
         let task = Task::Execute { program: CRIU.into(), arguments, capabilities: capabilities.into(), survives_limit };
         let limit = Limit { deadline: self.deadline, obstacle };
         let done = worker::run(self.scope, self.rights, task, images.as_fd(), limit)?;
@@ -82,6 +85,11 @@ impl Job<'_> {
         }
         let why = self.entry.error_in(log).unwrap_or_else(|| done.status.to_string());
         Err(Refusal::new(failure(&why)))
+    }
+
+    /// The option that saves and restores network connections as closed.
+    fn connections(&self) -> &[&str] {
+        if self.closes_connections { &["--tcp-close"] } else { &[] }
     }
 
     /// Saves the tree below a stopped process. The processes stay stopped, whatever happens.

@@ -170,6 +170,8 @@ struct Prepared {
     expected: u64,
     /// The kind of each GPU that the program has used.
     gpus: Vec<String>,
+    /// The restore closes the program's network connections.
+    closes_connections: bool,
 }
 
 /// The work for one request.
@@ -188,9 +190,9 @@ impl Helper<'_> {
     ) -> Result<Reply, Refusal> {
         let store = self.store;
         match request {
-            Request::Check { uid, clients, gpus } => {
+            Request::Check { uid, clients, gpus, closes_connections } => {
                 let root = pidfd.as_ref().and_then(process::of_pidfd).ok_or_else(gone)?;
-                *prepared = Some(self.check(root, uid, &clients, gpus)?);
+                *prepared = Some(self.check(root, uid, &clients, gpus, closes_connections)?);
                 Ok(Reply::Done)
             }
             Request::Save => {
@@ -227,7 +229,14 @@ impl Helper<'_> {
     }
 
     /// Checks that a program can be saved, and prepares its image. Does not change the program.
-    fn check(&self, root: i32, uid: u32, clients: &[i32], gpus: Vec<String>) -> Result<Prepared, Refusal> {
+    fn check(
+        &self,
+        root: i32,
+        uid: u32,
+        clients: &[i32],
+        gpus: Vec<String>,
+        closes_connections: bool,
+    ) -> Result<Prepared, Refusal> {
         let process = Identity::of(root).map_err(unreadable)?.ok_or_else(gone)?;
         let tree = Tree::of(&process).map_err(unreadable)?.ok_or_else(gone)?;
         if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
@@ -237,7 +246,7 @@ impl Helper<'_> {
             )));
         }
         criu::check()?;
-        let rights = tree.check(uid)?;
+        let rights = tree.check(uid, closes_connections)?;
         // Otherwise, the image could not be restored.
         check_groups(&rights.owner)?;
         tree.check_running()?;
@@ -246,7 +255,7 @@ impl Helper<'_> {
         self.store.check_room(uid, expected)?;
         let program = process::name(root);
         let (entry, scope) = self.store.create(&program, &process, &rights, expected)?;
-        Ok(Prepared { program, process, entry, scope, expected, gpus })
+        Ok(Prepared { program, process, entry, scope, expected, gpus, closes_connections })
     }
 
     /// Why the request is not worth any work.
@@ -299,17 +308,24 @@ impl Helper<'_> {
         }
     }
 
+    fn job<'b>(&'b self, entry: &'b Entry, scope: &'b Scope, manifest: &'b Manifest, deadline: Instant) -> Job<'b> {
+        let Manifest { rights, closes_connections, .. } = manifest;
+        Job { store: self.store, entry, scope, rights, closes_connections: *closes_connections, deadline }
+    }
+
     /// Completes the image of a stopped program.
     fn save_stopped(&self, prepared: &Prepared, tree: &Tree, uid: u32) -> Result<Image, Refusal> {
-        let Prepared { program, process, entry, scope, gpus, .. } = prepared;
+        let Prepared { program, process, entry, scope, gpus, closes_connections, .. } = prepared;
+        let closes_connections = *closes_connections;
         // Only now can the program not change any more.
-        let rights = tree.check(uid)?;
+        let rights = tree.check(uid, closes_connections)?;
         self.check_files(tree, &rights)?;
         let cancelled = || self.cancelled();
         let limit = Limit { deadline: self.deadline, obstacle: &cancelled };
         let needs = Needs::of(tree, &rights, gpus.clone(), limit)?;
-        let manifest = Manifest::new(program, rights, process, tree, needs);
-        let job = Job { store: self.store, entry, scope, rights: &manifest.rights, deadline: self.deadline };
+        let mut manifest = Manifest::new(program, rights, process, tree, needs);
+        manifest.closes_connections = closes_connections;
+        let job = self.job(entry, scope, &manifest, self.deadline);
         job.dump(process.pid, &cancelled)?;
         let image = self.store.complete(entry, &manifest)?;
         cancelled().map_or(Ok(image), |why| Err(Refusal(why)))
@@ -351,7 +367,7 @@ impl Helper<'_> {
         entry.record(uid, &Stage::Restoring { scope: scope.clone() }).map_err(words)?;
         // An image of any size must be restorable, so reading it above does not count.
         let deadline = Instant::now() + TIMEOUT;
-        let job = Job { store: self.store, entry, scope: &scope, rights: &manifest.rights, deadline };
+        let job = self.job(entry, &scope, &manifest, deadline);
         let begun = job.restore().and_then(|()| begin(&job, &manifest));
         let process = match begun {
             Ok(process) => process,

@@ -312,10 +312,11 @@ impl Tree {
     }
 
     /// Checks whether CRIU can save the tree as a program of this user, and restore it. Returns its rights.
+    /// `closes`: the restore closes network connections.
     ///
     /// # Errors
     /// The reason why not, with the remedy.
-    pub fn check(&self, uid: u32) -> Result<Rights, Refusal> {
+    pub fn check(&self, uid: u32, closes: bool) -> Result<Rights, Refusal> {
         if uid == 0 {
             return Err(Refusal::new("it runs as root. Start it as another user"));
         }
@@ -324,7 +325,7 @@ impl Tree {
         let member = Kin { owner, login: login(&directory(root)), members: self.pids().into_iter().collect() };
         for pid in &member.members {
             let refuse = |why: String| Refusal::new(format!("{} {why}", describe(*pid)));
-            member.check(*pid, uid).map_err(refuse)?;
+            member.check(*pid, uid).and_then(|()| check_files(*pid, closes)).map_err(refuse)?;
         }
         shared::check(&member.members).map_err(|(pid, why)| Refusal::new(format!("{} {why}", describe(pid))))?;
         let directories: Vec<PathBuf> = self.pids().into_iter().map(directory).collect();
@@ -397,7 +398,7 @@ impl Kin {
             let why = "belongs to a session of another program. Start it with: nvsharectl run --portable -- COMMAND";
             return Err(why.into());
         }
-        check_files(pid)
+        Ok(())
     }
 }
 
@@ -548,9 +549,9 @@ pub fn access(pid: i32, descriptor: &str) -> Option<(bool, bool)> {
 }
 
 /// Checks for open files and sockets that prevent a dump. CRIU finds the other ones, and the program
-/// then continues.
-fn check_files(pid: i32) -> Result<(), String> {
-    let connected = tcp_connections(pid);
+/// then continues. `closes`: the restore closes network connections.
+fn check_files(pid: i32, closes: bool) -> Result<(), String> {
+    let connected = if closes { BTreeSet::new() } else { tcp_connections(pid) };
     for (descriptor, path) in open_files(pid) {
         let text = path.to_string_lossy();
         if is_gpu_device(&path) {
@@ -558,7 +559,8 @@ fn check_files(pid: i32) -> Result<(), String> {
         }
         let inode = text.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']')?.parse::<u64>().ok());
         if inode.is_some_and(|inode| connected.contains(&inode)) {
-            return Err(format!("has a network connection (descriptor {descriptor}). Close the connection"));
+            let remedy = "Close the connection, or hibernate the program with --close-connections";
+            return Err(format!("has a network connection (descriptor {descriptor}). {remedy}"));
         }
     }
     Ok(())
