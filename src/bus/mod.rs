@@ -274,7 +274,7 @@ pub trait Scheduler {
     fn pause(&self, pid: u32) -> zbus::Result<()>;
     fn resume(&self, pid: u32) -> zbus::Result<()>;
     fn migrate(&self, pid: u32, gpu: &str) -> zbus::Result<()>;
-    fn hibernate(&self, pid: u32) -> zbus::Result<String>;
+    fn hibernate(&self, pid: u32, options: HashMap<&str, Variant<'_>>) -> zbus::Result<String>;
     fn restore(&self, image: &str) -> zbus::Result<u32>;
     fn list_hibernated(&self) -> zbus::Result<Vec<Image>>;
     fn check_hibernated(&self, image: &str) -> zbus::Result<Vec<String>>;

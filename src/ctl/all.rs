@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
+use super::hibernate::Options;
 use super::{CtlError, Target, block_on, password};
 use crate::bus::{Client, SchedulerProxy};
 use crate::config::units;
@@ -102,16 +103,20 @@ fn check_root() -> Result<(), CtlError> {
 ///
 /// # Errors
 /// The programs that were not saved, with the reasons.
-pub fn save(target: &Target, within: Option<Duration>) -> Result<String, CtlError> {
+pub fn save(target: &Target, within: Option<Duration>, options: Options) -> Result<String, CtlError> {
     check_root()?;
-    block_on(async { save_all(&target.connect().await?, within.map(|within| Instant::now() + within)).await })
+    block_on(async { save_all(&target.connect().await?, within.map(|within| Instant::now() + within), options).await })
 }
 
 /// As [`save`], until a moment.
 ///
 /// # Errors
 /// As [`save`].
-pub async fn save_all(scheduler: &SchedulerProxy<'_>, until: Option<Instant>) -> Result<String, CtlError> {
+pub async fn save_all(
+    scheduler: &SchedulerProxy<'_>,
+    until: Option<Instant>,
+    options: Options,
+) -> Result<String, CtlError> {
     let mut lines = String::new();
     let mut others = Vec::new();
     let mut speed = Speed::default();
@@ -130,7 +135,7 @@ pub async fn save_all(scheduler: &SchedulerProxy<'_>, until: Option<Instant>) ->
         }
         // A program that hangs must not take the time of the others.
         let limit = if until.is_some() { left.min(needs * LIMIT) } else { left };
-        let body = (pid,);
+        let body = options.body(*pid);
         let saved = password::call::<String>(scheduler, "Hibernate", &body);
         match timeout(limit, saved).await.map(|saved| saved.map_err(CtlError::from)) {
             Ok(Ok(image)) => {

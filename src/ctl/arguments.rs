@@ -386,6 +386,9 @@ pub enum Images {
         /// Also continues such a move of an image. Requires root on both hosts
         #[arg(long, value_name = "HOST", value_hint = ValueHint::Hostname)]
         send: Option<String>,
+        /// Save also programs that have network connections. The restored programs find them closed
+        #[arg(long)]
+        close_connections: bool,
         /// Save all programs that can be saved, in the order of their GPU time, the longest first.
         /// `restore --all` restores them. Requires root
         #[arg(long, conflicts_with_all = ["send", "program"])]

@@ -6,12 +6,28 @@ use super::table::{Align, Table};
 use super::{CtlError, Target, all, block_on, password, pause, send, shutdown};
 use crate::bus::{Image, SchedulerProxy};
 use crate::config::units;
+use std::collections::HashMap;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 use tokio::time::sleep;
+use zbus::Variant;
 
 /// Interval of the lists that show the progress. Each list starts a helper.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// How programs are saved.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Also saves programs that have network connections, which the restore closes.
+    pub close_connections: bool,
+}
+
+impl Options {
+    /// The arguments of the method `Hibernate`.
+    pub fn body(self, pid: u32) -> (u32, HashMap<&'static str, Variant<'static>>) {
+        (pid, HashMap::from([("close-connections", Variant::from(self.close_connections))]))
+    }
+}
 
 /// Carries out one of the three commands. Returns the text to print.
 ///
@@ -19,10 +35,15 @@ const LOOK: Duration = Duration::from_secs(1);
 /// The command fails.
 pub fn carry_out(target: &Target, command: Images, is_json: bool) -> Result<String, CtlError> {
     match command {
-        Images::Hibernate { send: Some(host), program, .. } => send::hibernate(target, &host, &program),
-        Images::Hibernate { at_shutdown: true, .. } => shutdown::wait_and_save(target),
-        Images::Hibernate { all: true, within, .. } => all::save(target, within),
-        Images::Hibernate { program, .. } => hibernate(target, &program),
+        Images::Hibernate { send, close_connections, all, within, at_shutdown, program } => {
+            let options = Options { close_connections };
+            match send {
+                Some(host) => send::hibernate(target, &host, &program, options),
+                None if at_shutdown => shutdown::wait_and_save(target, options),
+                None if all => all::save(target, within, options),
+                None => hibernate(target, &program, options),
+            }
+        }
         Images::Restore { all: true, .. } => all::restore(target),
         Images::Restore { check: true, image, .. } => check(target, &image),
         Images::Restore { sent, image, .. } => restore(target, &image, sent),
@@ -35,12 +56,12 @@ pub fn carry_out(target: &Target, command: Images, is_json: bool) -> Result<Stri
 ///
 /// # Errors
 /// The program does not exist, or cannot be saved. It then continues.
-fn hibernate(target: &Target, program: &str) -> Result<String, CtlError> {
+fn hibernate(target: &Target, program: &str, options: Options) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
         let mut lines = String::new();
         for pid in pause::pids(&scheduler, program).await? {
-            let image = save(&scheduler, pid).await?;
+            let image = save(&scheduler, pid, options).await?;
             lines += &format!("Process {pid} is saved. Restore it with: nvsharectl restore {image}\n");
         }
         Ok(lines)
@@ -49,9 +70,9 @@ fn hibernate(target: &Target, program: &str) -> Result<String, CtlError> {
 
 /// Saves a program, and shows the progress on a terminal. Returns the name of the image. If this process is
 /// interrupted, the scheduler cancels the hibernation.
-async fn save(scheduler: &SchedulerProxy<'_>, pid: u32) -> zbus::Result<String> {
+async fn save(scheduler: &SchedulerProxy<'_>, pid: u32, options: Options) -> zbus::Result<String> {
     let mut progress = Progress::new();
-    let body = (pid,);
+    let body = options.body(pid);
     let mut saving = pin!(password::call(scheduler, "Hibernate", &body));
     let mut begun = None;
     loop {

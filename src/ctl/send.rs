@@ -17,6 +17,7 @@ use std::io::{IsTerminal, stderr};
 use std::os::fd::AsFd;
 use std::process::{Command, Output, Stdio};
 
+use super::hibernate::Options;
 use super::{CtlError, Target, block_on, password, pause};
 use crate::bus::{Image, SchedulerProxy};
 use nvshare_hibernate::{SAVED_RECORD, reserve, sent_record};
@@ -50,7 +51,7 @@ fn failed(text: String) -> CtlError {
 ///
 /// # Errors
 /// The reason, and the command that continues.
-pub fn hibernate(target: &Target, host: &str, program: &str) -> Result<String, CtlError> {
+pub fn hibernate(target: &Target, host: &str, program: &str, options: Options) -> Result<String, CtlError> {
     let other = Remote::new(host)?;
     block_on(async {
         let scheduler = target.connect().await?;
@@ -62,7 +63,7 @@ pub fn hibernate(target: &Target, host: &str, program: &str) -> Result<String, C
         }
         let mut lines = String::new();
         for pid in pause::pids(&scheduler, program).await? {
-            let image: String = password::call(&scheduler, "Hibernate", &(pid,)).await?;
+            let image: String = password::call(&scheduler, "Hibernate", &options.body(pid)).await?;
             eprintln!("Process {pid} is saved as {image}.");
             lines += &other.send(&scheduler, &image).await?;
         }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use zbus::Connection;
 use zbus::export::futures_core::Stream;
 
+use super::hibernate::Options;
 use super::{CtlError, Target, all, block_on};
 use crate::bus::logind::LogindProxy;
 
@@ -19,7 +20,7 @@ use crate::bus::logind::LogindProxy;
 ///
 /// # Errors
 /// logind or the scheduler is missing.
-pub fn wait_and_save(target: &Target) -> Result<String, CtlError> {
+pub fn wait_and_save(target: &Target, options: Options) -> Result<String, CtlError> {
     block_on(async {
         let failed = |e: zbus::Error| CtlError::Failed(format!("cannot ask logind to delay shutdowns: {e}"));
         let connection = Connection::system().await.map_err(failed)?;
@@ -39,7 +40,7 @@ pub fn wait_and_save(target: &Target) -> Result<String, CtlError> {
             }
         }
         let lasts = Duration::from_micros(logind.inhibit_delay_max_usec().await.map_err(failed)?);
-        let saved = all::save_all(&target.connect().await?, Some(Instant::now() + lasts)).await;
+        let saved = all::save_all(&target.connect().await?, Some(Instant::now() + lasts), options).await;
         drop(delay);
         Ok(said(saved))
     })

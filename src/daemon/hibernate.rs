@@ -30,6 +30,7 @@ use crate::daemon::core::{Candidate, Core, Departure, Sleeps};
 use crate::daemon::systemd;
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::peer;
+use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
 /// The socket of the helper. systemd starts a helper for each connection.
@@ -64,6 +65,8 @@ pub enum HibernationRequest {
     Save {
         pid: u32,
         users: BTreeSet<u32>,
+        /// The restore closes the program's network connections. Otherwise, none may exist.
+        closes_connections: bool,
     },
     /// Restores the program of an image of this user.
     Restore {
@@ -122,8 +125,9 @@ pub fn answer(
     let core = core.clone();
     spawn_local(async move {
         let done = match request {
-            HibernationRequest::Save { pid, users } => {
-                save(&core, &budget, pid, &users, pin!(reply.closed())).await.map(Done::Saved)
+            HibernationRequest::Save { pid, users, closes_connections } => {
+                let cancelled = pin!(reply.closed());
+                save(&core, &budget, pid, &users, closes_connections, cancelled).await.map(Done::Saved)
             }
             HibernationRequest::Restore { uid, image } => restore(&core, &budget, uid, image).await.map(Done::Restored),
             HibernationRequest::Compare { uid, image } => compare(&core, &budget, uid, image).await.map(Done::Lacks),
@@ -290,12 +294,14 @@ async fn save(
     budget: &Arc<Budget>,
     pid: u32,
     users: &BTreeSet<u32>,
+    closes_connections: bool,
     cancelled: Pin<&mut impl Future<Output = ()>>,
 ) -> fdo::Result<Image> {
     let since = Instant::now();
     let mut candidates = Vec::new();
+    wait_until_back(core, pid).await;
     let saved = match propose(core, pid, users, &mut candidates) {
-        Ok(()) => save_candidates(core, budget, &candidates, cancelled).await.map_err(|why| {
+        Ok(()) => save_candidates(core, budget, &candidates, closes_connections, cancelled).await.map_err(|why| {
             warn!(pid, "cannot save process {pid} to disk: {why}");
             failed(&format!("hibernate process {pid}"), why)
         }),
@@ -324,14 +330,39 @@ fn propose(
     users: &BTreeSet<u32>,
     candidates: &mut Vec<Candidate>,
 ) -> fdo::Result<()> {
-    let clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
-    let descendants = clients.into_iter().filter(|pid| is_descendant(*pid, root));
-    for pid in std::iter::once(root).chain(descendants) {
+    for pid in programs(core, root) {
         let candidate =
             core.borrow_mut().with_host(|host, model, events| host.departures.propose(model, events, pid, users))?;
         candidates.push(candidate);
     }
     Ok(())
+}
+
+/// The process, and its descendants that are clients.
+fn programs(core: &Rc<RefCell<Core>>, root: u32) -> Vec<u32> {
+    let clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
+    let descendants = clients.into_iter().filter(|pid| is_descendant(*pid, root));
+    std::iter::once(root).chain(descendants).collect()
+}
+
+/// Waits until a program uses its GPUs again whose hibernation has just failed. It connects again after a second.
+async fn wait_until_back(core: &Rc<RefCell<Core>>, root: u32) {
+    let any = |is_absent: &dyn Fn(&Core, ClientId) -> bool| {
+        let pids = programs(core, root);
+        let core = &*core.borrow();
+        let clients = core.model.client_pids().into_iter().filter(|(_, pid)| pids.contains(pid));
+        clients.into_iter().any(|(client, _)| is_absent(core, ClientId(client)))
+    };
+    let is_returning = |core: &Core, client| core.host.departures.is_returning(client);
+    let uses_no_gpu = |core: &Core, client| !core.model.uses_gpu(client);
+    if any(&is_returning) {
+        let back = async {
+            while any(&is_returning) || any(&uses_no_gpu) {
+                sleep(LOOK).await;
+            }
+        };
+        let _ = timeout(LEAVE_TIMEOUT, back).await; // if it is not back, `propose` refuses it
+    }
 }
 
 /// Returns true if a process was started by another one, or by its descendants.
@@ -345,10 +376,11 @@ async fn save_candidates(
     core: &Rc<RefCell<Core>>,
     budget: &Arc<Budget>,
     candidates: &[Candidate],
+    closes_connections: bool,
     mut cancelled: Pin<&mut impl Future<Output = ()>>,
 ) -> Result<Image, String> {
     let helper = tokio::select! {
-        helper = prepare(core, budget, candidates) => helper?,
+        helper = prepare(core, budget, candidates, closes_connections) => helper?,
         () = &mut cancelled => return Err(CANCELLED.into()),
     };
     let reply = {
@@ -376,7 +408,12 @@ async fn save_candidates(
 }
 
 /// Prepares programs so that the returned helper can save them: they sleep, were checked, and have left.
-async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[Candidate]) -> Result<Helper, String> {
+async fn prepare(
+    core: &Rc<RefCell<Core>>,
+    budget: &Arc<Budget>,
+    candidates: &[Candidate],
+    closes_connections: bool,
+) -> Result<Helper, String> {
     let root = candidates.first().ok_or("it has ended")?;
     for candidate in candidates {
         wait_until_asleep(core, candidate).await?;
@@ -389,7 +426,8 @@ async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[C
     let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
     let clients = others.filter_map(|pid| pid.try_into().ok()).collect();
     let gpus = candidates.iter().flat_map(|candidate| candidate.gpus.iter().copied()).collect();
-    let request = Request::Check { uid: root.uid, clients, gpus: core.borrow().model.kinds_of(&gpus) };
+    let gpus = core.borrow().model.kinds_of(&gpus);
+    let request = Request::Check { uid: root.uid, clients, gpus, closes_connections };
     match helper.ask(&request, Some(&root.process)).await {
         Some(Reply::Done) => {}
         Some(Reply::Refused(why)) => return Err(why),
@@ -460,7 +498,7 @@ async fn wait_until_left(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Res
     loop {
         let departure = core.borrow().host.departures.departure(candidate.client);
         match departure {
-            Some(Departure::Left(_)) => return Ok(()),
+            Some(Departure::Left(_) | Departure::Returning(_)) => return Ok(()),
             Some(Departure::Refused(LeaveAnswer::SwapFile)) => {
                 return Err(
                     "it has a swap file, which cannot be saved. Start it while `file` in `[swap]` is not set".into()

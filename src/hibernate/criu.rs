@@ -20,6 +20,13 @@ const OLDEST: (u32, u32) = (4, 1);
 const CRIU: &str = "criu";
 const NEEDED: &str = "CRIU 4.1 or newer is needed. Install the package criu, for example of Debian 13";
 
+/// Parts of CRIU's messages, each with the remedy.
+const REMEDIES: [(&str, &str); 2] = [
+    // SO_PASSCRED. Linux 6.18 does not have it for network sockets, and CRIU 4.1.1 reads it for all sockets.
+    ("Can't get 1:16 opt", ". With this kernel, a program that has a network socket needs CRIU 4.2 or newer"),
+    ("External socket is used", ". The program has a Unix socket whose peer is another program. Close the socket"),
+];
+
 /// Checks that a new enough CRIU is installed.
 ///
 /// # Errors
@@ -37,6 +44,12 @@ pub fn check() -> Result<(), Refusal> {
     Err(Refusal::new(format!("{NEEDED}. This host has version {version}")))
 }
 
+/// Describes a failure of CRIU, with the remedy if it is known.
+fn failure(why: &str) -> String {
+    let remedy = REMEDIES.iter().find(|(known, _)| why.contains(known)).map_or("", |(_, remedy)| remedy);
+    format!("CRIU fails: {why}{remedy}")
+}
+
 /// An image, and how CRIU works on it.
 #[derive(Debug, Clone, Copy)]
 pub struct Job<'a> {
@@ -44,6 +57,8 @@ pub struct Job<'a> {
     pub entry: &'a Entry,
     pub scope: &'a Scope,
     pub rights: &'a Rights,
+    /// Restores the program's network connections as closed.
+    pub closes_connections: bool,
     pub deadline: Instant,
 }
 
@@ -60,7 +75,8 @@ impl Job<'_> {
             self.entry.part("criu").map_err(|e: io::Error| Refusal::new(format!("cannot open the image: {e}")))?;
         let common = ["--unprivileged", "--no-default-config", "--manage-cgroups=ignore"];
         let places = ["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"];
-        let arguments = arguments.iter().chain(&common).chain(&places).map(|argument| (*argument).to_owned()).collect();
+        let arguments = arguments.iter().chain(self.connections()).chain(&common).chain(&places);
+        let arguments = arguments.map(|argument| (*argument).to_owned()).collect();
         let task = Task::Execute { program: CRIU.into(), arguments, capabilities: capabilities.into(), survives_limit };
         let limit = Limit { deadline: self.deadline, obstacle };
         let done = worker::run(self.scope, self.rights, task, images.as_fd(), limit)?;
@@ -68,7 +84,12 @@ impl Job<'_> {
             return Ok(());
         }
         let why = self.entry.error_in(log).unwrap_or_else(|| done.status.to_string());
-        Err(Refusal::new(format!("CRIU fails: {why}")))
+        Err(Refusal::new(failure(&why)))
+    }
+
+    /// The option that saves and restores network connections as closed.
+    fn connections(&self) -> &[&str] {
+        if self.closes_connections { &["--tcp-close"] } else { &[] }
     }
 
     /// Saves the tree below a stopped process. The processes stay stopped, whatever happens.
@@ -95,5 +116,19 @@ impl Job<'_> {
     pub fn restore(&self) -> Result<(), Refusal> {
         let arguments = ["restore", "--file-locks", "--restore-detached"];
         self.run(&arguments, &[CAP_CHECKPOINT_RESTORE, CAP_SETPCAP], false, "restore.log", &|| None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_with_a_remedy_name_it() {
+        let why = failure("sockets: Can't get 1:16 opt: Operation not supported");
+        assert!(why.starts_with("CRIU fails: sockets: ") && why.ends_with("needs CRIU 4.2 or newer"), "{why}");
+        let why = failure("unix: External socket is used. Consider using --ext-unix-sk option.");
+        assert!(why.ends_with("Close the socket"), "{why}");
+        assert_eq!(failure("cannot write"), "CRIU fails: cannot write");
     }
 }

@@ -179,7 +179,10 @@ fn needed(tree: &Tree) -> Vec<NeededFile> {
     let mut files = BTreeMap::new();
     for (path, is_written) in tree.files() {
         if let Some(path) = path.to_str().filter(|path| !is_of_kernel(path)) {
-            files.insert(path.to_owned(), if is_written { Use::Write } else { Use::Read });
+            let used = files.entry(path.to_owned()).or_insert(Use::Read);
+            if is_written {
+                *used = Use::Write;
+            }
         }
     }
     for pid in tree.pids() {

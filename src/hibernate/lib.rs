@@ -22,7 +22,8 @@ pub enum Request {
     /// Checks whether a program can be saved, and prepares its image. Carries a pidfd of its process, which is the root of the
     /// tree of processes to save, and must belong to this user. `clients`: the clients of the scheduler that
     /// stay connected. None of them may be in the tree. `gpus`: the kind of each GPU that the program has used.
-    Check { uid: u32, clients: Vec<i32>, gpus: Vec<String> },
+    /// `closes_connections`: the restore closes its network connections. Otherwise, none may exist.
+    Check { uid: u32, clients: Vec<i32>, gpus: Vec<String>, closes_connections: bool },
     /// Saves the program that the latest `Check` has accepted, and ends it. Its client has left the
     /// scheduler.
     Save,

@@ -5,7 +5,7 @@
 //!
 //! - `worker`: CRIU runs as the owner of the program, so that a restore gives no one a right. `scope`: it
 //!   runs in the user's slice. `rights`: what a restored program may have. `criu`: CRIU's command lines.
-//! - `process`: which processes can be saved; stopping them.
+//! - `process`: which processes can be saved; stopping them. `shared`: what they share with other programs.
 //! - `claims`: the rights that an image claims for its tasks.
 //! - `needs`, `files`: what a program needs from the host.
 //! - `sending`: images for other hosts.
@@ -25,12 +25,13 @@ mod record;
 mod rights;
 mod scope;
 mod sending;
+mod shared;
 mod store;
 mod worker;
 
 use clap::Parser;
 use criu::Job;
-use needs::{Needs, System};
+use needs::{Needs, REAPED, System};
 use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
 use process::{Identity, Tree, gone, unreadable};
 use record::Stage;
@@ -51,7 +52,7 @@ use std::{
     time::Instant,
 };
 use store::{Entry, Manifest, Store};
-use worker::{Limit, TIMEOUT};
+use worker::{Limit, TIMEOUT, Unfit};
 
 /// Saves sleeping programs to disk and restores them, for the nvshare-scheduler connected to standard input.
 #[derive(Debug, Parser)]
@@ -169,6 +170,8 @@ struct Prepared {
     expected: u64,
     /// The kind of each GPU that the program has used.
     gpus: Vec<String>,
+    /// The restore closes the program's network connections.
+    closes_connections: bool,
 }
 
 /// The work for one request.
@@ -187,9 +190,9 @@ impl Helper<'_> {
     ) -> Result<Reply, Refusal> {
         let store = self.store;
         match request {
-            Request::Check { uid, clients, gpus } => {
+            Request::Check { uid, clients, gpus, closes_connections } => {
                 let root = pidfd.as_ref().and_then(process::of_pidfd).ok_or_else(gone)?;
-                *prepared = Some(self.check(root, uid, &clients, gpus)?);
+                *prepared = Some(self.check(root, uid, &clients, gpus, closes_connections)?);
                 Ok(Reply::Done)
             }
             Request::Save => {
@@ -226,17 +229,24 @@ impl Helper<'_> {
     }
 
     /// Checks that a program can be saved, and prepares its image. Does not change the program.
-    fn check(&self, root: i32, uid: u32, clients: &[i32], gpus: Vec<String>) -> Result<Prepared, Refusal> {
+    fn check(
+        &self,
+        root: i32,
+        uid: u32,
+        clients: &[i32],
+        gpus: Vec<String>,
+        closes_connections: bool,
+    ) -> Result<Prepared, Refusal> {
         let process = Identity::of(root).map_err(unreadable)?.ok_or_else(gone)?;
         let tree = Tree::of(&process).map_err(unreadable)?.ok_or_else(gone)?;
         if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
-            let name = process::name(*pid);
+            let process = process::describe(*pid);
             return Err(Refusal::new(format!(
-                "process {pid} ({name}), which it has started, has just begun to use a GPU. Try again"
+                "{process}, which it has started, has just begun to use a GPU. Try again"
             )));
         }
         criu::check()?;
-        let rights = tree.check(uid)?;
+        let rights = tree.check(uid, closes_connections)?;
         // Otherwise, the image could not be restored.
         check_groups(&rights.owner)?;
         tree.check_running()?;
@@ -245,7 +255,7 @@ impl Helper<'_> {
         self.store.check_room(uid, expected)?;
         let program = process::name(root);
         let (entry, scope) = self.store.create(&program, &process, &rights, expected)?;
-        Ok(Prepared { program, process, entry, scope, expected, gpus })
+        Ok(Prepared { program, process, entry, scope, expected, gpus, closes_connections })
     }
 
     /// Why the request is not worth any work.
@@ -256,13 +266,15 @@ impl Helper<'_> {
     /// Checks that the owner may open the files of a program, and writes their data to the disk.
     fn check_files(&self, tree: &Tree, rights: &rights::Rights) -> Result<(), Refusal> {
         let limit = Limit { deadline: self.deadline, obstacle: &|| self.cancelled() };
-        match worker::first_closed(rights, tree.files(), limit)? {
-            Some(path) => Err(Refusal::new(format!(
-                "it has {path:?} open, which its user may not open. Start it with: nvsharectl run --portable -- \
-                 COMMAND"
-            ))),
-            None => Ok(()),
-        }
+        let why = match worker::first_unfit(rights, tree.files(), limit)? {
+            None => return Ok(()),
+            Some(Unfit::Closed(path)) => format!("has {path:?} open, which its user may not open"),
+            Some(Unfit::HalfOpen(path, is_written)) => {
+                let others = shared::describe_others(Path::new(&path), is_written, &tree.pids());
+                format!("shares the FIFO {path:?} with {others}, which would not be saved")
+            }
+        };
+        Err(Refusal::new(format!("it {why}. {}", process::START)))
     }
 
     /// Saves a program. The record was written before the program is stopped, and is removed after the
@@ -296,17 +308,24 @@ impl Helper<'_> {
         }
     }
 
+    fn job<'b>(&'b self, entry: &'b Entry, scope: &'b Scope, manifest: &'b Manifest, deadline: Instant) -> Job<'b> {
+        let Manifest { rights, closes_connections, .. } = manifest;
+        Job { store: self.store, entry, scope, rights, closes_connections: *closes_connections, deadline }
+    }
+
     /// Completes the image of a stopped program.
     fn save_stopped(&self, prepared: &Prepared, tree: &Tree, uid: u32) -> Result<Image, Refusal> {
-        let Prepared { program, process, entry, scope, gpus, .. } = prepared;
+        let Prepared { program, process, entry, scope, gpus, closes_connections, .. } = prepared;
+        let closes_connections = *closes_connections;
         // Only now can the program not change any more.
-        let rights = tree.check(uid)?;
+        let rights = tree.check(uid, closes_connections)?;
         self.check_files(tree, &rights)?;
         let cancelled = || self.cancelled();
         let limit = Limit { deadline: self.deadline, obstacle: &cancelled };
         let needs = Needs::of(tree, &rights, gpus.clone(), limit)?;
-        let manifest = Manifest::new(program, rights, process, tree, needs);
-        let job = Job { store: self.store, entry, scope, rights: &manifest.rights, deadline: self.deadline };
+        let mut manifest = Manifest::new(program, rights, process, tree, needs);
+        manifest.closes_connections = closes_connections;
+        let job = self.job(entry, scope, &manifest, self.deadline);
         job.dump(process.pid, &cancelled)?;
         let image = self.store.complete(entry, &manifest)?;
         cancelled().map_or(Ok(image), |why| Err(Refusal(why)))
@@ -322,7 +341,7 @@ impl Helper<'_> {
         let mut lacks: Vec<String> = criu::check().err().map(|Refusal(why)| why).into_iter().collect();
         lacks.extend(needs::missing_control_groups());
         lacks.extend(manifest.needs.missing(&System::present(), gpus, user.as_deref()));
-        lacks.extend(needs::taken(&manifest.threads));
+        lacks.extend(needs::taken(&manifest.threads, REAPED));
         match check_groups(owner) {
             // Only a user that exists here can have files.
             Err(Refusal(why)) => lacks.push(why),
@@ -348,7 +367,7 @@ impl Helper<'_> {
         entry.record(uid, &Stage::Restoring { scope: scope.clone() }).map_err(words)?;
         // An image of any size must be restorable, so reading it above does not count.
         let deadline = Instant::now() + TIMEOUT;
-        let job = Job { store: self.store, entry, scope: &scope, rights: &manifest.rights, deadline };
+        let job = self.job(entry, &scope, &manifest, deadline);
         let begun = job.restore().and_then(|()| begin(&job, &manifest));
         let process = match begun {
             Ok(process) => process,

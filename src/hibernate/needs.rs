@@ -5,7 +5,7 @@
 
 use crate::{
     files::{self, NeededFile},
-    process::Tree,
+    process::{self, Tree},
     rights::Rights,
     scope,
     worker::Limit,
@@ -16,7 +16,11 @@ use std::{
     ffi::CStr,
     fs,
     path::Path,
+    time::{Duration, Instant},
 };
+
+/// Maximum time for which a restore waits until an ended process is reaped.
+pub const REAPED: Duration = Duration::from_secs(3);
 
 /// The needs of a program.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -166,13 +170,29 @@ pub fn missing_control_groups() -> Option<String> {
     scope::mount().err().map(|e| format!("{e}. {remedy}"))
 }
 
-/// Returns the threads whose IDs other processes have.
-pub fn taken(threads: &[i32]) -> Option<String> {
-    let taken: Vec<String> =
-        threads.iter().filter(|id| Path::new(&format!("/proc/{id}")).exists()).map(i32::to_string).collect();
-    let (first, rest) = (taken.first()?, taken.len() - 1);
-    let others = if rest > 0 { format!(" and {rest} more of its IDs") } else { String::new() };
-    Some(format!("another process has its process ID {first}{others}. Restore it when that process has ended"))
+/// Lists the threads whose IDs are not free, each group with the remedy. A process that has ended keeps its ID until
+/// its parent reaps it, and the process may be the program that was just saved. Such parents are waited for.
+pub fn taken(threads: &[i32], patience: Duration) -> Vec<String> {
+    let any_ended = || threads.iter().any(|id| process::has_ended(*id));
+    let _ = scope::wait_until(Instant::now() + patience, || Ok(!any_ended())); // looked at below
+    let exists = |id: &i32| Path::new(&format!("/proc/{id}")).exists();
+    let (ended, others): (Vec<i32>, Vec<i32>) =
+        threads.iter().copied().filter(exists).partition(|id| process::has_ended(*id));
+    let named = |ids: &[i32]| {
+        let (first, rest) = (*ids.first()?, ids.len() - 1);
+        Some((first, if rest > 0 { format!(" and {rest} more of its IDs") } else { String::new() }))
+    };
+    let other = named(&others).map(|(first, more)| {
+        format!("another process has its process ID {first}{more}. Restore it when that process has ended")
+    });
+    let ended = named(&ended).map(|(first, more)| {
+        let parent = process::parent(first).map_or_else(|| "its parent".to_owned(), process::describe);
+        format!(
+            "its process ID {first}{more} is not free, because {parent} has not reaped the ended process. End {parent}, \
+             or try again later"
+        )
+    });
+    other.into_iter().chain(ended).collect()
 }
 
 /// Returns the name of a user.
@@ -186,6 +206,11 @@ pub fn user_name(uid: u32) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+    use std::{
+        process::{Child, Command},
+        thread,
+    };
 
     fn system() -> System {
         let instructions = ["avx2", "avx512f"].map(str::to_owned).into();
@@ -239,8 +264,37 @@ mod tests {
     #[test]
     fn process_ids_that_are_taken_are_named() {
         let own = std::process::id() as i32;
-        assert_eq!(taken(&[i32::MAX]), None);
-        let both = taken(&[i32::MAX, own, 1]).expect("both are taken");
-        assert!(both.contains(&format!("process ID {own} and 1 more")), "{both}");
+        assert_eq!(taken(&[i32::MAX], REAPED), [""; 0]);
+        let both = taken(&[i32::MAX, own, 1], REAPED);
+        assert!(both.len() == 1 && both[0].contains(&format!("process ID {own} and 1 more")), "{both:?}");
+    }
+
+    /// Starts a process that ends, and is not reaped.
+    fn ended() -> Child {
+        let child = Command::new("true").spawn().expect("a process");
+        let id = WaitId::Pid(Pid::from_raw(child.id() as i32).expect("a process ID"));
+        waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOWAIT).expect("it ends");
+        child
+    }
+
+    #[test]
+    fn the_parent_of_an_ended_process_that_has_its_id_is_named() {
+        let mut child = ended();
+        let lacks = taken(&[child.id() as i32, 1], Duration::ZERO);
+        let expected = format!("process ID {} is not free, because process {} (", child.id(), std::process::id());
+        assert!(lacks.len() == 2 && lacks[1].starts_with(&format!("its {expected}")), "{lacks:?}");
+        child.wait().expect("it has ended");
+    }
+
+    #[test]
+    fn an_ended_process_may_be_reaped_late() {
+        let mut child = ended();
+        let id = child.id() as i32;
+        let parent = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            child.wait().expect("it has ended");
+        });
+        assert_eq!(taken(&[id], Duration::from_secs(60)), [""; 0]);
+        parent.join().expect("it has ended");
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     Refusal,
     rights::{Credentials, Rights, Status, login, tasks},
-    scope,
+    scope, shared,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -31,6 +31,9 @@ const LOOK: Duration = Duration::from_millis(2);
 /// Namespaces that a program must share with the helper, because CRIU without privileges cannot save or
 /// restore namespaces.
 const NAMESPACES: [&str; 7] = ["user", "mnt", "pid", "net", "ipc", "uts", "cgroup"];
+
+/// The remedy for a program that shares something with the programs around it.
+pub const START: &str = "Start it with: nvsharectl run --portable=LOG -- COMMAND";
 
 /// Identifies a process of a user, also after the process has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -270,7 +273,7 @@ impl Tree {
             if let Some(member) = stopped.members.iter().find(|member| !member.stops(root.uid)) {
                 stopped.resume(root.uid);
                 let pid = member.identity.pid;
-                return Err(Refusal::new(format!("process {pid} ({}) does not stop", name(pid))));
+                return Err(Refusal::new(format!("{} does not stop", describe(pid))));
             }
             let now = match Self::of(root) {
                 Ok(now) => now.ok_or_else(gone)?,
@@ -309,10 +312,11 @@ impl Tree {
     }
 
     /// Checks whether CRIU can save the tree as a program of this user, and restore it. Returns its rights.
+    /// `closes`: the restore closes network connections.
     ///
     /// # Errors
     /// The reason why not, with the remedy.
-    pub fn check(&self, uid: u32) -> Result<Rights, Refusal> {
+    pub fn check(&self, uid: u32, closes: bool) -> Result<Rights, Refusal> {
         if uid == 0 {
             return Err(Refusal::new("it runs as root. Start it as another user"));
         }
@@ -320,9 +324,10 @@ impl Tree {
         let owner = credentials(root).ok_or_else(gone)?;
         let member = Kin { owner, login: login(&directory(root)), members: self.pids().into_iter().collect() };
         for pid in &member.members {
-            let refuse = |why: String| Refusal::new(format!("process {pid} ({}) {why}", name(*pid)));
-            member.check(*pid, uid).map_err(refuse)?;
+            let refuse = |why: String| Refusal::new(format!("{} {why}", describe(*pid)));
+            member.check(*pid, uid).and_then(|()| check_files(*pid, closes)).map_err(refuse)?;
         }
+        shared::check(&member.members).map_err(|(pid, why)| Refusal::new(format!("{} {why}", describe(pid))))?;
         let directories: Vec<PathBuf> = self.pids().into_iter().map(directory).collect();
         Rights::of(member.owner, member.login, &directories).map_err(|_| gone())
     }
@@ -334,21 +339,21 @@ impl Tree {
     pub fn check_running(&self) -> Result<(), Refusal> {
         let is_stopped = |pid: &i32| !matches!(Stat::of(*pid), Ok(stat) if stat.is_none_or(|stat| stat.state != 'T'));
         match self.pids().into_iter().find(is_stopped) {
-            Some(pid) => Err(Refusal::new(format!("process {pid} ({}) is stopped. Continue it first", name(pid)))),
+            Some(pid) => Err(Refusal::new(format!("{} is stopped. Continue it first", describe(pid)))),
             None => Ok(()),
         }
     }
 
-    /// Returns the files that the processes have open by a name, and whether each is open for writing. Does not
-    /// touch the files, because a file system of the owner may never answer.
+    /// Returns the files that the processes have open by a name, and whether each is open for writing. A file
+    /// that is open for reading and writing is returned for each. Does not touch the files, because a file
+    /// system of the owner may never answer.
     pub fn files(&self) -> Vec<(PathBuf, bool)> {
         let of = |pid: i32| {
-            open_files(pid).filter_map(move |(descriptor, path)| {
-                let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
-                let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?.trim();
-                let is_written = u32::from_str_radix(flags, 8).ok()? & libc::O_ACCMODE as u32 != 0;
+            open_files(pid).flat_map(move |(descriptor, path)| {
                 let is_named = path.is_absolute() && !path.to_string_lossy().ends_with(" (deleted)");
-                is_named.then_some((path, is_written))
+                let (reads, writes) = access(pid, &descriptor).filter(|_| is_named).unwrap_or_default();
+                let uses = [reads.then(|| (path.clone(), false)), writes.then_some((path, true))];
+                uses.into_iter().flatten()
             })
         };
         self.pids().into_iter().flat_map(of).collect()
@@ -393,7 +398,7 @@ impl Kin {
             let why = "belongs to a session of another program. Start it with: nvsharectl run --portable -- COMMAND";
             return Err(why.into());
         }
-        check_files(pid)
+        Ok(())
     }
 }
 
@@ -451,7 +456,8 @@ fn credentials(pid: i32) -> Option<Credentials> {
     Status::read(&directory(pid)).ok()?.credentials()
 }
 
-fn pids() -> io::Result<impl Iterator<Item = i32>> {
+/// Returns all processes.
+pub fn pids() -> io::Result<impl Iterator<Item = i32>> {
     let entries: io::Result<Vec<_>> = fs::read_dir("/proc")?.collect();
     Ok(entries?.into_iter().filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
 }
@@ -500,21 +506,52 @@ pub fn name(pid: i32) -> String {
     name.trim().chars().map(allowed).collect()
 }
 
+/// Names a process in a sentence.
+pub fn describe(pid: i32) -> String {
+    format!("process {pid} ({})", name(pid))
+}
+
 fn shares_namespace(pid: i32, kind: &str) -> bool {
     let link = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
     let own = link("self");
     own.is_some() && link(&pid.to_string()) == own
 }
 
-fn open_files(pid: i32) -> impl Iterator<Item = (String, PathBuf)> {
+/// Returns the parent of a process, unless the process has ended.
+pub fn parent(pid: i32) -> Option<i32> {
+    Some(Stat::of(pid).ok()??.parent)
+}
+
+/// True if a process has ended, and its parent has not reaped it.
+pub fn has_ended(pid: i32) -> bool {
+    let is_zombie = matches!(Stat::of(pid), Ok(Some(stat)) if stat.state == 'Z');
+    // The first thread may have ended before the others.
+    is_zombie && tasks(&directory(pid)).is_ok_and(|tasks| tasks.len() == 1)
+}
+
+/// Returns the descriptors of a process, and the paths or descriptions of their files.
+pub fn open_files(pid: i32) -> impl Iterator<Item = (String, PathBuf)> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, fs::read_link(entry.path()).ok()?)))
 }
 
+/// Returns a field of a descriptor. `name`: with its colon.
+pub fn descriptor_field(pid: i32, descriptor: &str, name: &str) -> Option<String> {
+    let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
+    Some(info.lines().find_map(|line| line.strip_prefix(name))?.trim().to_owned())
+}
+
+/// Returns whether a descriptor is open for reading, and for writing.
+pub fn access(pid: i32, descriptor: &str) -> Option<(bool, bool)> {
+    let flags = i32::from_str_radix(&descriptor_field(pid, descriptor, "flags:")?, 8).ok()?;
+    let mode = flags & libc::O_ACCMODE;
+    Some((mode != libc::O_WRONLY, mode != libc::O_RDONLY))
+}
+
 /// Checks for open files and sockets that prevent a dump. CRIU finds the other ones, and the program
-/// then continues.
-fn check_files(pid: i32) -> Result<(), String> {
-    let connected = tcp_connections(pid);
+/// then continues. `closes`: the restore closes network connections.
+fn check_files(pid: i32, closes: bool) -> Result<(), String> {
+    let connected = if closes { BTreeSet::new() } else { tcp_connections(pid) };
     for (descriptor, path) in open_files(pid) {
         let text = path.to_string_lossy();
         if is_gpu_device(&path) {
@@ -522,7 +559,8 @@ fn check_files(pid: i32) -> Result<(), String> {
         }
         let inode = text.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']')?.parse::<u64>().ok());
         if inode.is_some_and(|inode| connected.contains(&inode)) {
-            return Err(format!("has a network connection (descriptor {descriptor}). Close the connection"));
+            let remedy = "Close the connection, or hibernate the program with --close-connections";
+            return Err(format!("has a network connection (descriptor {descriptor}). {remedy}"));
         }
     }
     Ok(())

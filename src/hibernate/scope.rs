@@ -184,7 +184,11 @@ fn wait(is_done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
     wait_until(Instant::now() + PATIENCE, is_done)
 }
 
-fn wait_until(until: Instant, is_done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
+/// Waits until a condition holds.
+///
+/// # Errors
+/// The condition does not hold at this time, or cannot be checked.
+pub fn wait_until(until: Instant, is_done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
     while !is_done()? {
         if Instant::now() > until {
             return Err(io::ErrorKind::TimedOut.into());

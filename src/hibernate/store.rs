@@ -72,6 +72,9 @@ pub struct Manifest {
     /// The IDs of all threads.
     pub threads: Vec<i32>,
     pub saved: u64,
+    /// The program's network connections are closed by the restore.
+    #[serde(default)]
+    pub closes_connections: bool,
     files: Vec<SavedFile>,
 }
 
@@ -586,7 +589,8 @@ impl Manifest {
     /// A manifest without files.
     pub fn new(program: &str, rights: Rights, root: &Identity, tree: &Tree, needs: Needs) -> Self {
         let (program, root, threads) = (program.into(), root.pid, tree.threads());
-        Self { version: VERSION, program, rights, root, needs, threads, saved: now(), files: Vec::new() }
+        let (closes_connections, files) = (false, Vec::new());
+        Self { version: VERSION, program, rights, root, needs, threads, saved: now(), closes_connections, files }
     }
 }
 

@@ -28,7 +28,7 @@ use std::{
     os::{
         fd::{AsRawFd, BorrowedFd, OwnedFd},
         unix::{
-            fs::{MetadataExt, OpenOptionsExt},
+            fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
             process::CommandExt,
         },
     },
@@ -62,8 +62,8 @@ pub enum Task {
     /// Makes all further writes to files by this process of the owner fail. The owner cannot undo it.
     EndWrites { pid: u32 },
     /// Opens regular files, for writing if the flag is set, and writes their file systems' data to the disk.
-    /// Prints the first file that cannot be opened.
-    Open { files: Vec<(OsString, bool)> },
+    /// Prints the first [`Unfit`] file.
+    Open { files: BTreeSet<(OsString, bool)> },
     /// Examines the files that a program needs, and prints the answer.
     Examine(Examination),
 }
@@ -222,24 +222,28 @@ fn end(scope: &Scope, child: &mut Child, worker: &OwnedFd) {
     }
 }
 
-/// Returns the first of these files that the owner may not open. Data that programs have written to the
-/// files' file systems is on the disk afterwards.
+/// A file with which a program cannot be saved.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Unfit {
+    /// The owner may not open the file.
+    Closed(OsString),
+    /// The file is a FIFO, and the program has only one end open: the end for writing if the flag is set.
+    HalfOpen(OsString, bool),
+}
+
+/// Returns the first of these files with which a program cannot be saved. The flag: the file is open for
+/// writing. Data that programs have written to the files' file systems is on the disk afterwards.
 ///
 /// # Errors
 /// The worker does not answer.
-pub fn first_closed(
-    rights: &Rights,
-    files: Vec<(PathBuf, bool)>,
-    limit: Limit<'_>,
-) -> Result<Option<PathBuf>, Refusal> {
+pub fn first_unfit(rights: &Rights, files: Vec<(PathBuf, bool)>, limit: Limit<'_>) -> Result<Option<Unfit>, Refusal> {
     let words = |e: io::Error| Refusal::new(format!("cannot examine its files: {e}"));
     let scope = Scope::new("files", rights.owner.uid).map_err(words)?;
     let root = File::open("/").map_err(words)?;
     let task = Task::Open { files: files.into_iter().map(|(path, is_written)| (path.into(), is_written)).collect() };
     let done = run(&scope, rights, task, std::os::fd::AsFd::as_fd(&root), limit)?;
-    let closed: Option<OsString> = serde_json::from_slice(&done.output)
-        .map_err(|_| Refusal::new(format!("cannot examine its files: the worker failed: {}", done.status)))?;
-    Ok(closed.map(PathBuf::from))
+    serde_json::from_slice(&done.output)
+        .map_err(|_| Refusal::new(format!("cannot examine its files: the worker failed: {}", done.status)))
 }
 
 /// The main function of a worker. Returns if the task has failed, or ends this process.
@@ -273,9 +277,7 @@ pub fn work() -> io::Result<()> {
             // The kernel lets no process with the owner's rights trace this one, which changed its user and
             // executes nothing.
             become_owner(&rights, &[])?;
-            let mut synced = BTreeSet::new();
-            let closed = files.into_iter().find(|(path, is_written)| !opens(path.as_ref(), *is_written, &mut synced));
-            println!("{}", serde_json::to_string(&closed.map(|(path, _)| path))?);
+            println!("{}", serde_json::to_string(&find_unfit(&files))?);
             Ok(())
         }
         Task::Examine(work) => {
@@ -284,6 +286,18 @@ pub fn work() -> io::Result<()> {
             Ok(())
         }
     }
+}
+
+fn find_unfit(files: &BTreeSet<(OsString, bool)>) -> Option<Unfit> {
+    let mut synced = BTreeSet::new();
+    let unfit = |(path, is_written): &(OsString, bool)| {
+        if std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo()) {
+            let has_other_end = files.contains(&(path.clone(), !is_written));
+            return (!has_other_end).then(|| Unfit::HalfOpen(path.clone(), *is_written));
+        }
+        (!opens(path.as_ref(), *is_written, &mut synced)).then(|| Unfit::Closed(path.clone()))
+    };
+    files.iter().find_map(unfit)
 }
 
 fn opens(path: &Path, is_written: bool, synced: &mut BTreeSet<u64>) -> bool {
@@ -457,5 +471,18 @@ mod tests {
         assert!(!opens(&directory.0.join("gone"), false, &mut synced));
         assert!(opens(Path::new("/dev/null"), true, &mut synced), "devices are not opened");
         assert_eq!(synced.len(), 1);
+    }
+    #[test]
+    fn a_fifo_with_one_end_in_the_program_is_found() {
+        let directory = test_support::Directory::new();
+        let path = directory.0.join("fifo");
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).expect("a FIFO");
+        let path = path.into_os_string();
+        for is_written in [false, true] {
+            let end = (path.clone(), is_written);
+            assert_eq!(find_unfit(&[end].into()), Some(Unfit::HalfOpen(path.clone(), is_written)));
+        }
+        assert_eq!(find_unfit(&[(path.clone(), false), (path, true)].into()), None);
     }
 }

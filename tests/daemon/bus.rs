@@ -717,6 +717,21 @@ fn a_room_expires_unless_a_written_byte_renews_it() {
 }
 
 #[test]
+fn unknown_options_of_a_hibernation_are_refused() {
+    both_ways(async |_, connection| {
+        let scheduler = scheduler(connection).await;
+        for (option, text) in [
+            ("now", "unknown option \"now\": only \"close-connections\" is allowed"),
+            ("close-connections", "the option close-connections must be true or false"),
+        ] {
+            let options = HashMap::from([(option, Variant::from("yes"))]);
+            let expected = ("org.freedesktop.DBus.Error.InvalidArgs".to_owned(), text.to_owned());
+            assert_eq!(refusal(scheduler.hibernate(1, options).await), expected);
+        }
+    });
+}
+
+#[test]
 fn an_impossible_room_is_refused_with_a_reason() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;

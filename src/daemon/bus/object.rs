@@ -229,14 +229,16 @@ impl Object {
     async fn hibernate(
         &self,
         pid: u32,
+        options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<String, Failure> {
+        let closes_connections = options::hibernation(&options)?;
         let users = self.authorize_for(pid, &format!("hibernate process {pid}"), &header).await?;
         let caller = self.callers.identify(Some(&header)).await?;
         // If the caller leaves, the dropped request cancels the hibernation.
         let done = tokio::select! {
-            done = self.hibernation(&caller, HibernationRequest::Save { pid, users }) => done?,
+            done = self.hibernation(&caller, HibernationRequest::Save { pid, users, closes_connections }) => done?,
             () = caller.leaves(connection) => {
                 return Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: the caller has left")).into());
             }

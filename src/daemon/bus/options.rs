@@ -35,6 +35,19 @@ pub fn debug(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     Ok(command_lines)
 }
 
+/// Parses the options of a hibernation. Returns true if network connections are closed.
+pub fn hibernation(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
+    let mut closes_connections = false;
+    for (name, value) in options {
+        match (name.as_str(), &**value) {
+            ("close-connections", Variant::Bool(value)) => closes_connections = *value,
+            ("close-connections", _) => return Err(wrong("the option close-connections must be true or false")),
+            _ => return Err(wrong(format!("unknown option {name:?}: only \"close-connections\" is allowed"))),
+        }
+    }
+    Ok(closes_connections)
+}
+
 /// Parses the options of a room. Returns the time for which the room is kept after each renewal.
 pub fn room(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
     let mut lasts = settings::DEFAULT_ROOM;

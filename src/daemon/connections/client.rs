@@ -152,7 +152,7 @@ pub async fn converse(
     };
     let departure = core.borrow().host.departures.departure(client);
     let end = match (end, departure) {
-        (End::Closed, Some(Departure::Left(back))) => tokio::select! {
+        (End::Closed, Some(Departure::Left(back) | Departure::Returning(back))) => tokio::select! {
             () = died(pidfd) => End::Died,
             () = back.notified() => End::Closed,
             () = tokio::time::sleep(ABSENCE) => End::Closed,

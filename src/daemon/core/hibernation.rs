@@ -33,6 +33,8 @@ pub enum Departure {
     Refused(LeaveAnswer),
     /// The client closes its connection, or has closed it. Notified when its process is back.
     Left(Rc<Notify>),
+    /// The client has left as in `Left`, but was not saved. Its process connects again.
+    Returning(Rc<Notify>),
 }
 
 /// A program that is to be hibernated.
@@ -80,8 +82,8 @@ impl Departures {
         let clients = model.program_of(pid, users)?;
         let cannot = |why: &str| Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: {why}")));
         let [client] = clients[..] else { return cannot("it has loaded the library several times") };
-        if self.0.contains_key(&client) {
-            return cannot("it is being hibernated already");
+        if let Some(why) = self.obstacle(client) {
+            return cannot(why);
         }
         let Some(entry) = model.clients.get(&client) else { return cannot("it has ended") };
         let process = entry.process.as_ref().and_then(|process| process.get_ref().try_clone().ok());
@@ -96,6 +98,19 @@ impl Departures {
         // Not saved as a pause: if this daemon is killed, the program continues with the next daemon.
         events.push(Event::SleepWanted { client, paused: true });
         Ok(Candidate { client, pid, uid, name, gpus, process, was_paused })
+    }
+
+    /// Why a client cannot be hibernated now.
+    fn obstacle(&self, client: ClientId) -> Option<&'static str> {
+        Some(match self.0.get(&client)? {
+            Departure::Returning(_) => "it is coming back from the attempt before. Try again",
+            _ => "it is being hibernated already",
+        })
+    }
+
+    /// True if a client was not saved and is not connected yet.
+    pub fn is_returning(&self, client: ClientId) -> bool {
+        matches!(self.0.get(&client), Some(Departure::Returning(_)))
     }
 
     /// Asks a sleeping client to leave.
@@ -123,13 +138,15 @@ impl Departures {
 
     /// True if a client is leaving or has left, so that its process may be stopped at any moment.
     pub fn is_departing(&self, client: ClientId) -> bool {
-        matches!(self.0.get(&client), Some(Departure::Asked | Departure::Left(_)))
+        matches!(self.0.get(&client), Some(Departure::Asked | Departure::Left(_) | Departure::Returning(_)))
     }
 
     /// The clients of a process that have left. The process itself connects again. Notifies their tasks.
     pub fn on_return(&self, model: &Model, identity: &Identity) -> Vec<ClientId> {
         let is_back = |(client, departure): (&ClientId, &Departure)| match departure {
-            Departure::Left(back) if model.identity(*client).is_some_and(|known| known.pid == identity.pid) => {
+            Departure::Left(back) | Departure::Returning(back)
+                if model.identity(*client).is_some_and(|known| known.pid == identity.pid) =>
+            {
                 back.notify_one();
                 Some(*client)
             }
@@ -146,8 +163,8 @@ impl Departures {
     /// Ends a hibernation that has failed. The program continues. If its client has left, it continues when
     /// its process connects again.
     pub fn give_up(&mut self, model: &Model, events: &mut Vec<Event>, candidate: &Candidate) {
-        if !matches!(self.0.get(&candidate.client), Some(Departure::Left(_))) {
-            self.0.remove(&candidate.client);
+        if let Some(Departure::Left(back) | Departure::Returning(back)) = self.0.remove(&candidate.client) {
+            self.0.insert(candidate.client, Departure::Returning(back));
         }
         if !candidate.was_paused {
             let clients = model.program(candidate.pid).unwrap_or_default().into_iter();
@@ -180,6 +197,11 @@ impl Model {
         self.gpus.values().filter(|gpu| gpu.index.is_some() && !gpu.gone).map(|gpu| gpu.name.clone()).collect()
     }
 
+    /// True if a client has used a GPU since it has connected.
+    pub fn uses_gpu(&self, client: ClientId) -> bool {
+        self.clients.get(&client).is_some_and(|entry| !entry.gpus.is_empty())
+    }
+
     /// Whether a paused program sleeps.
     pub fn sleeps(&self, client: ClientId) -> Sleeps {
         if !self.clients.contains_key(&client) {
@@ -192,6 +214,43 @@ impl Model {
             (SleepPhase::Awake, Some(why)) => Sleeps::No(bus::sleep_obstacle_name(why)),
             (SleepPhase::Lost, _) => Sleeps::No("the driver cannot restore it"),
             _ => Sleeps::NotYet,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+    const CLIENT: ClientId = ClientId(1);
+
+    fn candidate() -> Candidate {
+        let process = pidfd_open(getpid(), PidfdFlags::empty()).expect("this process");
+        let (name, gpus) = ("train".into(), GpuSet::new());
+        Candidate { client: CLIENT, pid: 1, uid: 1000, name, gpus, process, was_paused: false }
+    }
+
+    #[test]
+    fn a_client_that_was_not_saved_is_returning_until_it_is_back() {
+        let (model, mut departures) = (Model::new(Config::default()), Departures::default());
+        departures.0.insert(CLIENT, Departure::Left(Rc::default()));
+        assert_eq!(departures.obstacle(CLIENT), Some("it is being hibernated already"));
+        departures.give_up(&model, &mut Vec::new(), &candidate());
+        assert!(departures.is_returning(CLIENT) && departures.is_departing(CLIENT));
+        assert!(departures.obstacle(CLIENT).is_some_and(|why| why.starts_with("it is coming back")));
+        departures.forget(CLIENT);
+        assert_eq!(departures.obstacle(CLIENT), None);
+    }
+
+    #[test]
+    fn a_client_that_has_not_left_can_be_hibernated_again_at_once() {
+        let (model, mut departures) = (Model::new(Config::default()), Departures::default());
+        for departure in [Departure::Preparing, Departure::Asked, Departure::Refused(LeaveAnswer::Awake)] {
+            departures.0.insert(CLIENT, departure);
+            departures.give_up(&model, &mut Vec::new(), &candidate());
+            assert_eq!(departures.obstacle(CLIENT), None);
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::*;
 use std::{
     io::Read,
+    net::{TcpListener, TcpStream},
     process::{Child, Command, Stdio},
 };
 use test_support::Directory;
@@ -110,6 +111,18 @@ fn only_processes_of_the_program_and_its_user_get_signals() {
     stopped.resume(identity.uid);
     child.kill().expect("killed");
     child.wait().expect("it has ended");
+}
+
+#[test]
+fn connections_are_refused_unless_they_are_to_be_closed() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+    let own = std::process::id() as i32;
+    check_files(own, false).expect("it only listens");
+    let connection = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+    let why = check_files(own, false).expect_err("it is connected");
+    assert!(why.contains("--close-connections"), "{why}");
+    check_files(own, true).expect("the connection is closed later");
+    drop(connection);
 }
 
 #[test]

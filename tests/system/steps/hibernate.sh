@@ -63,6 +63,8 @@ refused "is being hibernated already" as_user nvsharectl hibernate "$pid"
 rm /run/criu-works
 wait $order && fail "a program was saved without CRIU"
 grep -q "cannot hibernate process $pid: CRIU fails" /tmp/said || fail "said $(cat /tmp/said)"
+# A second attempt waits until the program has connected again.
+refused "CRIU fails" as_user nvsharectl hibernate "$pid"
 goes_on || fail "the program is $(state)"
 until_true "it to run again" is_so ".clients[] | select(.pid == $pid and .paused == false) | .gpus[].\"lock-time\" > 0.2"
 mv "$criu.real" "$criu"
@@ -325,6 +327,44 @@ ends_well
 start_with systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" setpriv --inh-caps=-all --no-new-privs
 refused "NoNewPrivs" nvsharectl hibernate "$pid"
 ends_well
+# A program with a network connection is only saved if the connection may be closed.
+python3 -c 'import signal, socket
+server = socket.create_server(("127.0.0.1", 4711))
+signal.pause()' &
+server=$!
+listens() { (: <>/dev/tcp/127.0.0.1/4711) 2>/dev/null; }
+until_true "the server to listen" listens
+said=$(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" env "${gpu[@]}" setpriv \
+    --inh-caps=-all nvsharectl run --portable=$log -- bash -c 'exec 9<>/dev/tcp/127.0.0.1/4711 &&
+    exec cuda-program naps --mem 16M --seconds 600 --pause-ms 5')
+pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
+until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
+refused "hibernate the program with --close-connections" as_user nvsharectl hibernate "$pid"
+if as_user nvsharectl hibernate --close-connections "$pid" >/tmp/said 2>&1; then
+    saved=$(image)
+    as_user nvsharectl restore "$saved" >/dev/null || fail "a program with a closed connection is not restored"
+    until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
+    ends_well
+    as_user nvsharectl hibernated --delete "$saved"
+else
+    # The kernel is the host's, and may be too new for this system's CRIU.
+    grep -q "needs CRIU 4.2 or newer" /tmp/said || fail "said $(cat /tmp/said)"
+    until_true "the program to continue" goes_on
+    ends_well
+fi
+kill $server
+# A restored program would lack the process that reads its output.
+(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" env "${gpu[@]}" setpriv \
+    --inh-caps=-all nvsharectl run --portable=$log -- bash -c \
+    'setsid cuda-program naps --mem 16M --seconds 600 --pause-ms 5 | cat') >/tmp/said
+until_true "the program to be served" is_so '[.clients[] | select(.gpus[].grants > 0)] | length == 1'
+pid=$(pgrep -u $user -x cuda-program) || fail "no program runs"
+refused "shares a pipe (descriptor 1) with process" as_user nvsharectl hibernate "$pid"
+until_true "the program to continue" goes_on
+kill -USR1 "$pid"
+has_result() { grep -q '"ok":true' $log; }
+until_true "its result" has_result
+rm $log
 
 # systemd would stop to restart a scheduler that is killed this often.
 kill_victim() {
