@@ -61,7 +61,7 @@ impl Gpu {
                 counts: account.counts,
                 in_file: account.in_file,
                 managed: account.managed,
-                managed_mapped: account.managed_mapped(),
+                managed_mapped: account.pageable_mapped + account.managed_pinned,
             });
         self.unreported.store(!sent, Ordering::SeqCst);
     }

@@ -78,12 +78,8 @@ impl Account {
     pub fn host(&self) -> u64 {
         self.swapped - self.in_file + self.host_cache + self.releasing
     }
-    /// The part of `mapped` and `pinned` that is managed memory.
-    pub fn managed_mapped(&self) -> u64 {
-        self.pageable_mapped + self.managed_pinned
-    }
     /// Bytes that must be on the GPU and are not there, and that the driver cannot fault in.
-    pub fn lacking(&self) -> u64 {
+    pub fn shortfall(&self) -> u64 {
         (self.demand + self.pageable_mapped).saturating_sub(self.pageable + self.mapped)
     }
     pub fn is_complete(&self) -> bool {
@@ -96,7 +92,7 @@ impl Account {
     /// Whether only managed memory is missing, and the allowance has no room for its chunks. The driver
     /// faults it in, if a rule permits managed memory beyond the GPU.
     fn pages_in(&self) -> bool {
-        self.may_exceed_gpu && self.lacking() == 0 && self.room() < CHUNK.min(self.demand - self.mapped)
+        self.may_exceed_gpu && self.shortfall() == 0 && self.room() < CHUNK.min(self.demand - self.mapped)
     }
     /// Whether the program may run, as far as its memory is concerned: all of it is on the GPU, or pages
     /// fault in on demand. A program whose memory has lost its contents may not run.

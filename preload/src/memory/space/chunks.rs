@@ -140,7 +140,7 @@ impl Space {
     /// that the driver cannot fault in come first.
     pub(in crate::memory) fn chunks_to_restore(&mut self) -> Vec<(u64, u64, u64)> {
         self.may_have_strays |= self.account.may_exceed_gpu;
-        self.yield_pages(self.account.lacking());
+        self.yield_pages(self.account.shortfall());
         let live = || self.ranges.iter().filter(|(_, range)| range.moves());
         let chunks = |is_paged: bool| {
             let chunks = live().flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
@@ -154,9 +154,9 @@ impl Space {
         let room = self.account.room();
         let lacking = |c: &Chunk| c.is_away() && c.len <= room;
         let account = &self.account;
-        let can_yield = || account.may_exceed_gpu && account.lacking() > 0 && account.pageable_mapped > 0;
+        let can_yield = || account.may_exceed_gpu && account.shortfall() > 0 && account.pageable_mapped > 0;
         let has_room = || self.ranges.values().any(|r| r.moves() && r.chunks.iter().any(lacking));
-        !account.is_complete() && (has_room() || (can_yield() && account.lacking() <= room + account.pageable_mapped))
+        !account.is_complete() && (has_room() || (can_yield() && account.shortfall() <= room + account.pageable_mapped))
     }
 
     /// Makes room within the allowance for `len` bytes that the driver cannot fault in, if managed memory

@@ -174,7 +174,7 @@ mod tests {
         let plain = [(); 2].map(|()| memory.allocate());
         assert!(plain.iter().all(|at| memory.driver.is_mapped(*at)));
         let account = memory.account();
-        assert_eq!((account.mapped, account.swapped, account.lacking()), (2 * GRANULE, SIZE, 0));
+        assert_eq!((account.mapped, account.swapped, account.shortfall()), (2 * GRANULE, SIZE, 0));
         assert!(account.can_run(), "the driver pages the managed memory");
         let more = memory.space.lock().allocate(GRANULE, memory.context as usize, false, memory.work);
         assert_eq!(more, Err(ERROR_OUT_OF_MEMORY), "other memory must fit on the GPU");
@@ -193,7 +193,7 @@ mod tests {
         space.limit(1, 8 * GRANULE, 8 * GRANULE, 0);
         space.allow(1, GRANULE);
         space.allocate(GRANULE, memory.context as usize, false, memory.work).expect("room within the limit");
-        assert_eq!((space.account.lacking(), space.account.managed_mapped()), (GRANULE, GRANULE));
+        assert_eq!((space.account.shortfall(), space.account.managed_pinned), (GRANULE, GRANULE));
         assert!(!space.can_restore(), "none of it can leave the GPU");
     }
 

@@ -323,8 +323,8 @@ impl Space {
         // room first. Managed memory that exceeds the GPU makes room.
         let mut lacking = self.account.demand - len > self.account.mapped;
         if self.account.may_exceed_gpu && !is_managed {
-            lacking = self.account.lacking() > len;
-            self.yield_pages(self.account.lacking());
+            lacking = self.account.shortfall() > len;
+            self.yield_pages(self.account.shortfall());
         }
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
