@@ -242,6 +242,8 @@ impl ClientThread {
             self.tier.is_pageable = excess > 0;
             return self.tier.next_look();
         };
+        // Nothing tells this thread that the file was opened.
+        let is_opening = file.is_opening();
         let in_file = space.lock().account.in_file;
         let mut wanted = if is_full { excess.max(1) } else { excess };
         let mut jobs = file.jobs();
@@ -250,7 +252,8 @@ impl ClientThread {
             wanted = wanted.saturating_sub(bytes);
             jobs += 1;
         }
-        let is_pageable = jobs == 0 && excess > 0;
+        let is_due = jobs > 0 || (is_opening && wanted > 0);
+        let is_pageable = !is_due && excess > 0;
         {
             let guard = space.lock();
             // If the file already had a copy's contents, `write_one` has changed the account
@@ -262,7 +265,7 @@ impl ClientThread {
         let is_behind = jobs > 0 && self.tier.excess() > MOST_BEHIND;
         space.lock().account.is_file_behind = is_behind;
         self.tier.is_pageable = is_pageable;
-        if jobs > 0 { CHORE_INTERVAL } else { self.tier.next_look() }
+        if is_due { CHORE_INTERVAL } else { self.tier.next_look() }
     }
 }
 
@@ -315,6 +318,21 @@ mod tests {
         assert_eq!(account(gpu).in_file, GRANULE, "the rest is within the limit");
         restore(&mut client, gpu, addresses);
         assert_eq!((account(gpu).in_file, account(gpu).is_lost), (0, false));
+    }
+
+    /// The file's threads may start at any time after the file has arrived, and wake nobody.
+    #[test]
+    fn copies_are_written_once_the_file_was_opened_without_another_event() {
+        if !file::is_supported() {
+            return;
+        }
+        let (mut client, gpu, _) = evicted();
+        set_host_memory(&mut client, 0);
+        while account(gpu).in_file < 2 * GRANULE {
+            let wait = client.step();
+            assert!(wait < Duration::MAX && !client.thread.tier.is_pageable, "the copies stay in RAM");
+            std::thread::sleep(Duration::from_micros(50));
+        }
     }
 
     #[test]

@@ -295,6 +295,11 @@ impl SwapFile {
         state.jobs.len() + state.in_progress
     }
 
+    /// Whether the threads of the file have not started yet. Nothing is written until then.
+    pub fn is_opening(&self) -> bool {
+        self.0.state.lock().status == Status::Opening
+    }
+
     /// Queues the writing of a chunk's copy. Returns the copy if the file has no room.
     pub(in crate::memory) fn write(&self, chunk: ChunkName, copy: HostCopy) -> Result<(), HostCopy> {
         let mut state = self.0.state.lock();
