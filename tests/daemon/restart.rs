@@ -3,17 +3,15 @@
 //! descriptors.
 
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, IoSlice, Read};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use nvshare_wire::{ClientMessage, SchedulerMessage, Text, version};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use test_support::daemon::*;
 use test_support::has_own_process;
+use test_support::in_flight::InFlight;
 use test_support::manager::Manager;
 
 use crate::private_bus::{block_on, on_control, scheduler};
@@ -559,27 +557,15 @@ fn talkative_kept_clients_do_not_delay_other_clients() {
     drop(talk.join().expect("no panic"));
 }
 
-/// The kernel refuses descriptors while more of them are in flight than the sender may have open. The
-/// same user's other processes can cause this.
 #[test]
 fn connections_that_cannot_be_stored_now_are_stored_later() {
-    const IN_FLIGHT: usize = 200;
     let (manager, daemon) = kept();
-    let limit = Rlimit { current: Some(64), maximum: Some(64) };
-    let pid = Pid::from_child(&daemon.child);
-    prlimit(Some(pid), Resource::Nofile, limit).expect("the limit");
-    let (from, to) = UnixStream::pair().expect("a pair");
-    let file = std::fs::File::open("/dev/null").expect("a file");
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(IN_FLIGHT))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let descriptors = [file.as_fd(); IN_FLIGHT];
-    assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
-    sendmsg(&from, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).expect("descriptors in flight");
+    let in_flight = InFlight::more_than_limit_of(daemon.child.id());
     let client = Client::welcomed(&daemon.socket());
     client.attach();
     daemon.log.wait("cannot pass descriptors to systemd");
     assert_eq!(manager.kept().len(), 0);
-    drop((from, to));
+    drop(in_flight);
     until(|| manager.kept().len() == 1);
     drop(client);
     until(|| manager.kept().is_empty());

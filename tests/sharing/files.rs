@@ -12,6 +12,7 @@ use std::time::Duration;
 use test_support::artifact;
 use test_support::cgroup::Limited;
 use test_support::disk::Disk;
+use test_support::in_flight::InFlight;
 use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
@@ -90,6 +91,21 @@ fn memory_in_swap_files_is_restored_unchanged() {
     assert_one_holder(&machine.moves());
     let directory = artifact("nvshare-scheduler").with_file_name("swap-files");
     assert_eq!(fs::read_dir(directory).expect("the directory").count(), 0);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_file_that_cannot_be_sent_now_is_sent_later() {
+    let machine = Machine::with_scheduler(tight());
+    let in_flight = InFlight::more_than_limit_of(machine.scheduler_pid());
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    let swapped = || machine.status()["clients"][0]["gpus"][0]["swapped"].as_u64();
+    wait_for("memory in RAM", || swapped().filter(|bytes| *bytes > 0));
+    assert_eq!(in_file(&machine, &idle), None);
+    drop(in_flight);
+    drop(file_of(&machine, &idle));
+    idle.end();
+    other.end();
     machine.wait_until_empty();
 }
 

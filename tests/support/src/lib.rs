@@ -5,6 +5,7 @@ pub mod daemon;
 mod dice;
 mod directory;
 pub mod disk;
+pub mod in_flight;
 pub mod jobs;
 pub mod machine;
 pub mod manager;
