@@ -1,4 +1,4 @@
-//! Descriptors that were sent and that nobody has received.
+//! Descriptors that were sent and are not received yet.
 //!
 //! The kernel refuses to send a descriptor (`ETOOMANYREFS`) while more descriptors of the sender's user are
 //! in flight than the sender may have open. Any process of the same user can cause this.
@@ -16,14 +16,14 @@ const COUNT: usize = 250;
 /// The number of descriptors that the process may have open.
 const MOST: u64 = 120;
 
-/// So many descriptors in flight that a process of this user can send none.
+/// Descriptors in flight. There are enough of them to keep a process of this user from sending any.
 #[derive(Debug)]
 pub struct InFlight {
     _ends: (UnixStream, UnixStream),
 }
 
 impl InFlight {
-    /// Lowers the process's limit of open files for good, and sends more descriptors than that.
+    /// Lowers the process's limit of open files, and sends more descriptors than that.
     ///
     /// # Panics
     /// The limit cannot be changed.

@@ -320,7 +320,7 @@ mod tests {
         assert_eq!((account(gpu).in_file, account(gpu).is_lost), (0, false));
     }
 
-    /// The file's threads may start at any time after the file has arrived, and wake nobody.
+    /// The threads of the file may start at any time after the file has arrived, and do not wake this one.
     #[test]
     fn copies_are_written_once_the_file_was_opened_without_another_event() {
         if !file::is_supported() {
