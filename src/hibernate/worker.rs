@@ -472,6 +472,7 @@ mod tests {
         assert!(opens(Path::new("/dev/null"), true, &mut synced), "devices are not opened");
         assert_eq!(synced.len(), 1);
     }
+
     #[test]
     fn a_fifo_with_one_end_in_the_program_is_found() {
         let directory = test_support::Directory::new();

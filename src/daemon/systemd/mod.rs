@@ -125,7 +125,7 @@ const RETRY: Duration = Duration::from_millis(250);
 
 /// Entries for systemd's store that could not be sent. `sendmsg` fails with `ETOOMANYREFS` while
 /// more descriptors of the daemon's user than its limit of open files are in flight, which any
-/// process of that user can cause. Other messages carry no descriptors and are sent meanwhile.
+/// process of that user can cause. Messages without descriptors are not affected.
 #[derive(Default)]
 struct Unsent(Vec<(String, Vec<OwnedFd>)>);
 

@@ -20,8 +20,9 @@ const READ: u64 = 1 << 20;
 
 type Sum = [u8; 32];
 
-/// Returns the length of a file, which nobody can change, and the SHA-256 of its length and of the SHA-256 of
-/// each piece. Several threads hash the pieces, because a single one would be slower than the disk.
+/// Returns the length and the checksum of a file that no process can write. The checksum is the SHA-256 of
+/// the length and of the SHA-256 of each piece. Several threads hash the pieces, because a single one would be
+/// slower than the disk.
 ///
 /// # Errors
 /// The file cannot be read.

@@ -328,7 +328,9 @@ mod tests {
         }
         let (mut client, gpu, _) = evicted();
         set_host_memory(&mut client, 0);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while account(gpu).in_file < 2 * GRANULE {
+            assert!(Instant::now() < deadline, "nothing is written");
             let wait = client.step();
             assert!(wait < Duration::MAX && !client.thread.tier.is_pageable, "the copies stay in RAM");
             std::thread::sleep(Duration::from_micros(50));
