@@ -27,8 +27,8 @@ as_user nvsharectl | grep -q "Simulated" || fail "a user sees nothing: $(as_user
 program persistent --seconds 600 >/dev/null 2>&1 &
 program=$!
 until_true "a program of root" sh -c 'nvsharectl --json | grep -q cuda-program'
-as_user nvsharectl --json | grep -q '600' && fail "a user sees the command line of root's program"
-nvsharectl --json | grep -q '600' || fail "root does not see its command line"
+as_user nvsharectl --json | grep -q -e '--seconds 600' && fail "a user sees the command line of root's program"
+nvsharectl --json | grep -q -e '--seconds 600' || fail "root does not see its command line"
 pkill -x cuda-program
 wait $program || true
 
