@@ -3,7 +3,8 @@
 with a run without nvshare.
 
   hibernate.py [--programs target/release] [--cases train,…] [--gib 16] [--small 2] [--images DIR] [--warm GIB]
-               [--stand-ins CRIU] [--plugin DIR] [--driver] [--out DIR] [--json FILE] [--commit ID]
+               [--stand-ins CRIU] [--plugin DIR] [--llama-server FILE] [--driver] [--out DIR] [--json FILE]
+               [--commit ID]
 
 The cases:
 
@@ -11,8 +12,12 @@ The cases:
   train      a training of --gib GiB. It measures the figures.
   reset      a training of --small GiB. Between, all processes of nvshare end, and its run directory is emptied.
   server     an HTTP server, which has a listening socket. CRIU 4.1.1 cannot save it on Linux 6.18.
+  llama-server  llama.cpp's server, from --llama-server. Its second answer continues the first, with the cache.
+  jupyter    a Jupyter server and its kernel, which has a model on the GPU and a variable: over Unix sockets,
+             and over TCP with --close-connections. If the server's tree is refused, because the server uses no
+             GPU, then once more with a server that uses one.
   tree       a program without a GPU, and its child, which uses one: like a notebook server and its kernel.
-  ranks      a training of two processes on two GPUs.
+  ranks      a training of two processes on two GPUs, with NCCL.
   other-gpu  two GPUs: the program is restored while the driver lists the GPUs in another order, and then
              while its GPU is drained.
 
@@ -27,189 +32,33 @@ program that was refused and continues correctly is not an error.
 
 Needs root, CRIU 4.1, systemd, and a user nobody who may read --programs. With --stand-ins CRIU, a host without
 systemd suffices: the script installs /usr/sbin/busctl and /usr/sbin/criu, which executes CRIU, and removes them at
-the end. The case `plugin` needs --plugin: a directory with `criu`, `cuda_plugin.so` and `cuda-checkpoint`. --driver
-uses the driver alone instead of PyTorch, for a simulated GPU.
+the end. The case `plugin` needs --plugin: a directory with `criu`, `cuda_plugin.so` and `cuda-checkpoint`. The case
+`jupyter` needs jupyter_server and ipykernel. --driver uses the driver alone instead of PyTorch, for a simulated GPU.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import figures
 import hibernate_host as host
+import hibernate_servers as servers
 import stage
+from hibernate_stage import PROGRAMS, SAVE, Program, Refused, Stage, port, restore, save, tail
 
-HERE = Path(__file__).resolve().parent
-PROGRAMS = HERE / "hibernate_programs.py"
-SETTINGS = 'time-quantum = 30\nsleep-after = "never"\n'
 # The longest time of each case, in seconds.
-CASES = {"plugin": 240, "train": 420, "reset": 180, "server": 150, "tree": 180, "ranks": 180, "other-gpu": 300}
-START, SAVE = 150, 200
-STEPS, BEFORE = 240, 20
+CASES = {"plugin": 240, "train": 420, "reset": 180, "server": 150, "llama-server": 240, "jupyter": 300, "tree": 180}
+CASES |= {"ranks": 240, "other-gpu": 300}
+STEPS = 240
 FAST = 2e9  # bytes a second of a disk that is fast enough for the figures
-
-
-class Refused(Exception):
-    """nvsharectl refuses, with these words."""
-
-
-class Stage:
-    """A scheduler of the user nobody, helpers, and commands to the scheduler."""
-
-    def __init__(self, options, name):
-        self.options, self.name = options, name
-        self.directory = Path(tempfile.mkdtemp(prefix="nvshare-hibernate-"))
-        os.chown(self.directory, host.USER, host.USER)
-        self.directory.chmod(0o755)
-        # The programs' user may not be able to enter the repository.
-        self.programs = self.directory / "programs"
-        shutil.copytree(options.programs, self.programs, ignore=lambda _, names: set(names) - KEPT)
-        for file in ("hibernate_programs.py", "stage.py"):
-            shutil.copy(HERE / file, self.programs)
-        self.daemon = None
-
-    def begin(self, **environment):
-        """Starts the scheduler, with these variables, and the listener for helpers."""
-        self.helpers = host.Helpers(self.programs, self.options.images, self.path("helper.log"))
-        notes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        address = self.directory / "notify"
-        address.unlink(missing_ok=True)
-        notes.bind(str(address))
-        os.chown(address, host.USER, host.USER)
-        threading.Thread(target=lambda: all(iter(lambda: notes.recv(4096), b"")), daemon=True).start()
-        environment = os.environ | {"NOTIFY_SOCKET": str(address)} | environment
-        self.daemon = stage.scheduler(self.programs, self.directory, SETTINGS, env=environment, **host.OWNER)
-
-    def end(self):
-        """Ends the scheduler and all helpers."""
-        self.daemon.terminate()
-        self.daemon.wait()
-        self.helpers.stop()
-        shutil.copyfile(self.directory / "scheduler.log", self.path("scheduler.log"))
-
-    def path(self, name):
-        return self.options.out / f"{self.name}.{name}"
-
-    def control(self, *words, limit=SAVE):
-        command = [self.programs / "nvsharectl", "--control", self.directory / "control.sock", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, **host.OWNER)
-        if done.returncode:
-            raise Refused((done.stderr or done.stdout).strip())
-        return done.stdout
-
-    def clients(self):
-        return json.loads(self.control("--json", "status"))["clients"]
-
-
-# The files of --programs that are used.
-KEPT = {"nvshare-scheduler", "nvsharectl", "nvshare-checkpoint", "nvshare-hibernate", "cuda-program", "libnvshare.so"}
-
-
-class Program:
-    """A program of the user nobody, in a scope of its slice, without a terminal."""
-
-    def __init__(self, stage_, words, is_python=True, native=False, is_root=False, **environment):
-        self.stage, self.is_python = stage_, is_python
-        kind = "native" if native else "program"
-        # Root without capabilities cannot write where nobody can.
-        directory = Path(tempfile.mkdtemp(dir=stage_.directory)) if is_root else stage_.directory
-        self.log = directory / f"{kind}-{time.monotonic_ns()}.log"
-        self.kept = stage_.path(f"{kind}.log")
-        variables = os.environ | {"NVSHARE_SOCKET": f"{stage_.directory}/scheduler.sock", "HOME": str(stage_.directory)}
-        variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVSHARE_DISABLE": "1" if native else ""} | environment
-        if stage_.options.driver:
-            variables["HIBERNATE_DRIVER"] = "1"
-        run = [stage_.programs / "nvsharectl", "run", f"--portable={self.log}", "--", *words]
-        user = ["setpriv", "--inh-caps=-all"]
-        if is_root:
-            user += ["--bounding-set=-all"]  # CRIU fails to restore capabilities where it lacks some
-        else:
-            user += ["--reuid", str(host.USER), "--regid", str(host.USER), "--clear-groups"]
-        # Waits until it is in its scope.
-        words = ["sh", "-c", 'read go; exec "$@"', "sh", *user, *map(str, run)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        starter = subprocess.Popen(words, env=variables, cwd="/", **pipes)
-        host.create_scope(f"bench-{starter.pid}.scope", starter.pid)
-        said, _ = starter.communicate("go\n", timeout=START)
-        found = re.search(r"runs as process (\d+),", said)
-        if not found:
-            raise SystemExit(f"the program was not started: {said}")
-        self.pid = int(found[1])
-
-    def lines(self):
-        found = []
-        with contextlib.suppress(OSError):
-            shutil.copyfile(self.log, self.kept)
-            for line in self.log.read_text(errors="replace").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    found.append(json.loads(line))
-        return [line for line in found if isinstance(line, dict)]
-
-    def lives(self):
-        host.reap()
-        with contextlib.suppress(OSError):
-            return "\nState:\tZ" not in Path(f"/proc/{self.pid}/status").read_text()
-        return False
-
-    def until_gone(self):
-        """Waits until another process may have the process ID: the parent of the program waits for it, too."""
-        is_gone = lambda: not self.lives() and not Path(f"/proc/{self.pid}").exists()
-        self.wait("the process ID is free", is_gone, 30, lives=False)
-
-    def wait(self, what, is_done, limit=START, lives=True):
-        until = time.monotonic() + limit
-        while not (found := is_done()):
-            if lives and not self.lives():
-                raise SystemExit(f"the program has ended: {tail(self.log)}")
-            if time.monotonic() > until:
-                raise SystemExit(f"not within {limit} s: {what}. The program: {tail(self.log)}")
-            time.sleep(0.01)
-        return found
-
-    def until_works(self, more=BEFORE):
-        """Waits until the program has completed more steps."""
-        if not self.is_python:
-            served = lambda client: client["pid"] == self.pid and any(gpu["grants"] for gpu in client["gpus"])
-            return self.wait("the program is served", lambda: any(map(served, self.stage.clients())))
-        before = len(self.lines())
-        return self.wait(f"{more} more steps", lambda: len(self.lines()) >= before + more)
-
-    def first_step_after(self, moment):
-        """Waits for a step that the program completes after this time. Returns the seconds between."""
-        if not self.is_python:
-            begun = time.time()
-            self.until_works()
-            return time.time() - moment if begun > moment else 0
-        after = lambda: [line["at"] for line in self.lines() if line.get("at", 0) > moment]
-        return self.wait("a step after the restore", after)[0] - moment
-
-    def result(self, limit=START):
-        """Waits for the end of the program. Returns its result."""
-        if not self.is_python:
-            os.kill(self.pid, signal.SIGUSR1)
-        self.wait("the program's end", lambda: not self.lives(), limit, lives=False)
-        lines = self.lines()
-        if not self.is_python:
-            return [line["ok"] for line in lines if "ok" in line]
-        return next((line["sum"] for line in lines if line.get("done")), f"none: {tail(self.log)}")
-
-
-def tail(path):
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")[-300:].replace("\n", " | ")
-    return "no output"
 
 
 def training(stage_, gib, native=False, is_root=False, **environment):
@@ -228,73 +77,6 @@ def native_result(stage_, gib):
     if not path.exists():
         path.write_text(json.dumps(training(stage_, gib, native=True).result()))
     return json.loads(path.read_text())
-
-
-def save(stage_, program, row):
-    """Saves a program to disk. Returns the image, and notes the times."""
-    for attempt in range(2):
-        if attempt:
-            program.wait("the program is back", lambda: is_back(stage_, program.pid), 30)
-            host.VERBOSE.touch()
-        watch = host.Watch(stage_.options.images, stage_.path(f"criu-{attempt}"))
-        watch.start()
-        begun = time.monotonic()
-        try:
-            said = stage_.control("hibernate", str(program.pid))
-        except Refused as why:
-            # Once more, with detailed logs.
-            if attempt or "CRIU fails" not in str(why):
-                raise
-            row["said-first"] = str(why)
-            continue
-        finally:
-            times = watch.stop(begun)
-            row["save-steps"], row["bytes"] = times, watch.bytes
-            host.VERBOSE.unlink(missing_ok=True)
-        row["hibernate"] = round(time.monotonic() - begun, 3)
-        if program.lives():
-            raise SystemExit("the program runs after it was saved")
-        program.until_gone()
-        return re.search(r"nvsharectl restore (\S+)", said)[1]
-
-
-def is_back(stage_, pid):
-    """Returns true if a program runs again that could not be saved."""
-    return any(client["pid"] == pid and not client["paused"] for client in stage_.clients())
-
-
-def restore(stage_, program, image, row):
-    host.drop_caches()
-    moment, begun = time.time(), time.monotonic()
-    appeared = []
-    is_over = threading.Event()
-
-    def look():
-        while not is_over.wait(0.01) and not appeared:
-            if Path(f"/proc/{program.pid}").exists():
-                appeared.append(round(time.monotonic() - begun, 2))
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        stage_.control("restore", image)
-    except Refused as why:
-        for log in (stage_.options.images / image / "work").glob("*.log"):
-            shutil.copyfile(log, stage_.path(log.name))
-        host.VERBOSE.touch()
-        with contextlib.suppress(Refused):
-            stage_.control("restore", image)
-            row["second-restore"] = "succeeded"
-        host.VERBOSE.unlink()
-        for log in (stage_.options.images / image / "work").glob("*.log"):
-            shutil.copyfile(log, stage_.path(f"detailed-{log.name}"))
-        raise SystemExit(f"the restore failed: {why}") from None
-    finally:
-        is_over.set()
-        watcher.join()
-    row["restore-command"] = round(time.monotonic() - begun, 3)
-    row["restore-process-after"] = appeared[0] if appeared else None
-    row["restore"] = round(program.first_step_after(moment), 3)
 
 
 def cycle(stage_, gib, row, between=lambda: None, **environment):
@@ -399,48 +181,6 @@ def root_control(stage_, *words):
     return (done.stdout + done.stderr).strip()
 
 
-def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def server(stage_, row):
-    stage_.begin()
-    number = port()
-    words = [sys.executable, str(stage_.programs / PROGRAMS.name), "serve", str(stage_.options.small), str(number)]
-    program = Program(stage_, words)
-    program.until_works(1)
-
-    def ask():
-        # A process that is being restored does not listen yet.
-        until = time.monotonic() + 30
-        while True:
-            try:
-                return urllib.request.urlopen(f"http://127.0.0.1:{number}/", timeout=30).read()
-            except OSError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
-
-    row["expected"] = ask().decode()
-    try:
-        image = save(stage_, program, row)
-        restore_server(stage_, program, image, row, ask)
-    finally:
-        if program.lives():
-            row["found"] = ask().decode()
-            os.kill(program.pid, signal.SIGKILL)
-    return row["found"] == row["expected"]
-
-
-def restore_server(stage_, program, image, row, ask):
-    begun = time.monotonic()
-    stage_.control("restore", image)
-    ask()
-    row["restore"] = round(time.monotonic() - begun, 3)
-
-
 def several(stage_, program, pids, row, expected):
     """Tries to save each of these processes with its descendants, until one is saved. Returns true if the result
     of the program is right."""
@@ -485,12 +225,16 @@ def ranks(stage_, row):
     return several(stage_, program, {"rank 0, with rank 1": program.pid}, row, expected)
 
 
+WORK = {"plugin": plugin, "train": train, "reset": reset, "tree": tree, "ranks": ranks, "other-gpu": other_gpu}
+WORK |= {"server": servers.server, "llama-server": servers.llama_server, "jupyter": servers.jupyter}
+
+
 def carry_out(options, name):
     """In a process of its own: carries out a case, and writes its row."""
     row = {"case": name, "images": str(options.images)}
     host.adopt_orphans()
     stage_ = Stage(options, name)
-    work = {"other-gpu": other_gpu}.get(name) or globals()[name]
+    work = WORK[name]
     try:
         row["outcome"] = "right" if work(stage_, row) else "WRONG"
         if not row.get("is-saved", True) and row["outcome"] == "right":
@@ -614,6 +358,7 @@ def main():
     parser.add_argument("--warm", type=int, default=0, help="GiB of memory to use and free before the first case")
     parser.add_argument("--stand-ins", type=absolute, metavar="CRIU")
     parser.add_argument("--plugin", type=absolute)
+    parser.add_argument("--llama-server", type=absolute)
     parser.add_argument("--driver", action="store_true")
     parser.add_argument("--out", type=absolute, default=absolute("out"))
     parser.add_argument("--json", type=absolute)

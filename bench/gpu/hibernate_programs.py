@@ -90,9 +90,10 @@ def ranks(gib, count, port):
 
     steps(layers, optimizer, count, torch, device, reduce)
     say(done=True, sum=checksum(layers, torch))
+    # NCCL's destruction waits for the other rank, so both must reach it.
+    group.destroy_process_group()
     if other:
         other.wait()
-    group.destroy_process_group()
 
 
 def model(gib):
