@@ -27,6 +27,12 @@ const REMEDIES: [(&str, &str); 2] = [
     ("External socket is used", ". The program has a Unix socket whose peer is another program. Close the socket"),
 ];
 
+/// Parts of errors in CRIU's logs after which CRIU continues.
+const HARMLESS: [&str; 1] = [
+    // CRIU wants as many descriptors as the host allows, and continues with its own limit.
+    "Can't setup RLIMIT_NOFILE for self",
+];
+
 /// Checks that a new enough CRIU is installed.
 ///
 /// # Errors
@@ -83,7 +89,7 @@ impl Job<'_> {
         if done.status.success() {
             return Ok(());
         }
-        let why = self.entry.error_in(log).unwrap_or_else(|| done.status.to_string());
+        let why = self.entry.error_in(log, &HARMLESS).unwrap_or_else(|| done.status.to_string());
         Err(Refusal::new(failure(&why)))
     }
 

@@ -458,14 +458,17 @@ impl Entry {
         Ok(rustix::fs::open(self.path.join(name), directory_flags(), Mode::empty())?)
     }
 
-    /// Returns CRIU's first error in a log.
-    pub fn error_in(&self, log: &str) -> Option<String> {
+    /// Returns CRIU's first error in a log: later ones only follow from it. An error that contains a part in
+    /// `harmless` is returned only if all errors do.
+    pub fn error_in(&self, log: &str, harmless: &[&str]) -> Option<String> {
         let path = self.path.join("work").join(log);
         let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path).ok()?;
         let mut text = Vec::new();
         file.take(64 << 20).read_to_end(&mut text).ok()?;
         let text = String::from_utf8_lossy(&text);
-        let error = text.lines().find_map(|line| line.split_once("Error (")?.1.split_once("): "))?.1;
+        let mut errors = text.lines().filter_map(|line| Some(line.split_once("Error (")?.1.split_once("): ")?.1));
+        let is_reason = |error: &&str| !harmless.iter().any(|known| error.contains(known));
+        let error = errors.clone().find(is_reason).or_else(|| errors.next())?;
         Some(error.chars().filter(|c| !c.is_control()).take(200).collect())
     }
 

@@ -451,6 +451,26 @@ fn an_image_that_exists_is_not_touched_by_a_second_one() {
     store.verify(&entry, OWNER).expect("it is as it was");
 }
 
+#[test]
+fn the_shown_error_of_criu_is_the_first_that_it_did_not_survive() {
+    let (_directory, _store, entry) = store();
+    let errors = |lines: &[&str]| {
+        fs::write(entry.path.join("work/dump.log"), lines.join("\n")).expect("a log");
+        entry.error_in("dump.log", &["Can't setup"])
+    };
+    let limit =
+        "(00.000012) Error (criu/util.c:1405): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted";
+    let reason = "(00.012000) Error (criu/sk-unix.c:884): unix: External socket is used";
+    let end = "(00.012100) Error (criu/cr-dump.c:2128): Dumping FAILED.";
+    assert_eq!(
+        errors(&["(00.000001) Version: 4.1.1", limit, reason, end]),
+        Some("unix: External socket is used".into())
+    );
+    assert_eq!(errors(&[reason, limit, end]), Some("unix: External socket is used".into()));
+    assert!(errors(&[limit]).is_some_and(|error| error.starts_with("rlimit: ")));
+    assert_eq!(errors(&["(00.000001) Version: 4.1.1"]), None);
+}
+
 /// Runs a function while this process can open no files.
 fn without_descriptors<T>(run: impl FnOnce() -> T) -> T {
     use rustix::process::{Resource, getrlimit, setrlimit};
