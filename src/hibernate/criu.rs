@@ -108,9 +108,11 @@ impl Job<'_> {
     pub fn dump(&self, root: i32, cancelled: &dyn Fn() -> Option<String>) -> Result<(), Refusal> {
         let arguments =
             ["dump", "--leave-stopped", "--file-locks", "--ghost-limit", "268435456", "--tree", &root.to_string()];
+        // Only once: reading the manifests of many images takes long, and this image is looked at often.
+        let others = self.store.room_of_others(self.entry, self.rights.owner.uid)?;
         self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], true, "dump.log", &|| {
             // The image may be larger than the memory that was counted.
-            let checked = self.store.check_written(self.entry, self.rights.owner.uid);
+            let checked = self.store.check_written(self.entry, others);
             cancelled().or_else(|| checked.err().map(|Refusal(why)| why))
         })
     }

@@ -330,7 +330,7 @@ impl Helper<'_> {
         manifest.closes_connections = closes_connections;
         let job = self.job(entry, scope, &manifest, self.deadline);
         job.dump(process.pid, &cancelled)?;
-        let image = self.store.complete(entry, &manifest)?;
+        let image = self.store.complete(entry, &manifest, &|| self.cancelled().is_some())?;
         cancelled().map_or(Ok(image), |why| Err(Refusal(why)))
     }
 

@@ -38,6 +38,7 @@ use std::{
     path::{Path, PathBuf},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
+use sum::IsCancelled;
 
 const MANIFEST: &str = "manifest";
 const SIGNATURE: &str = "signature";
@@ -231,11 +232,17 @@ impl Store {
     /// # Errors
     /// The disk is full or broken, the image is larger than its user's share, or CRIU has written something
     /// other than files.
-    pub fn complete(&self, entry: &Entry, manifest: &Manifest) -> Result<Image, Refusal> {
+    pub fn complete(
+        &self,
+        entry: &Entry,
+        manifest: &Manifest,
+        is_cancelled: IsCancelled<'_>,
+    ) -> Result<Image, Refusal> {
         // CRIU has ended, so the files do not grow any more.
-        self.check_written(entry, manifest.rights.owner.uid)?;
+        let others = self.room_of_others(entry, manifest.rights.owner.uid)?;
+        self.check_written(entry, others)?;
         let complete = || -> io::Result<Manifest> {
-            let manifest = Manifest { files: entry.seal()?, ..manifest.clone() };
+            let manifest = Manifest { files: entry.seal(is_cancelled)?, ..manifest.clone() };
             let text = serde_json::to_vec(&manifest)?;
             replace(&entry.path, SIGNATURE, hex(&mac(&self.key, &text).finalize().into_bytes()).as_bytes())?;
             replace(&entry.path, MANIFEST, &text)?;
@@ -517,7 +524,7 @@ impl Entry {
     }
 
     /// Takes CRIU's files from the owner, writes them to the disk, and returns their checksums.
-    fn seal(&self) -> io::Result<Vec<SavedFile>> {
+    fn seal(&self, is_cancelled: IsCancelled<'_>) -> io::Result<Vec<SavedFile>> {
         let directory = self.path.join("criu");
         let opened = File::open(&directory)?;
         // First the directory, so that the owner can add and replace no file any more.
@@ -537,7 +544,7 @@ impl Entry {
             rustix::fs::fchown(&file, Some(rustix::process::geteuid()), Some(rustix::process::getegid()))?;
             file.set_permissions(Permissions::from_mode(0o444))?;
             file.sync_all()?;
-            let (bytes, sum) = sum::of(&open_sealed(&entry.path())?)?;
+            let (bytes, sum) = sum::of(&open_sealed(&entry.path())?, is_cancelled)?;
             // The host's memory is needed for programs. This is advice, which may fail.
             let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
             files.push(SavedFile { name, bytes, sum });
@@ -564,7 +571,7 @@ impl Entry {
             return Err(io::Error::other("files are missing, or were added"));
         }
         for SavedFile { name, bytes, sum } in &manifest.files {
-            if sum::of(&open_sealed(&directory.join(name))?)? != (*bytes, sum.clone()) {
+            if sum::of(&open_sealed(&directory.join(name))?, &|| false)? != (*bytes, sum.clone()) {
                 return Err(io::Error::other(format!("{name} is damaged")));
             }
         }
