@@ -160,9 +160,10 @@ figures-cpu:
 
 card:
 	@tests/needs.sh cargo cc
-	$(CARGO) build --release --locked -p nvshare -p nvshare-checkpoint -p nvshare-hibernate -p cuda-programs
+	@# One run: a second one for the benchmarks would build the programs again, with the features of dev-dependencies.
+	@# The crates that benchmarks use are built twice in any case, because cargo builds them with panic=unwind.
+	$(CARGO) build --release --locked -p nvshare -p nvshare-checkpoint -p nvshare-hibernate -p cuda-programs --bins --bench exchange --bench mix
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
-	$(CARGO) build --release --locked -p nvshare --bench exchange --bench mix
 	rm -rf $(TARGET)/card
 	mkdir $(TARGET)/card
 	cd $(TARGET)/release && cp nvshare-scheduler nvsharectl nvshare-checkpoint nvshare-hibernate cuda-program libnvshare.so ../card

@@ -460,6 +460,10 @@ pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
         MoveObstacle::NoGpu => "that GPU is gone or has another memory size",
         MoveObstacle::Attached => "it also uses that GPU",
         MoveObstacle::NoRoom => "that GPU has too little memory for it and the programs already there",
+        MoveObstacle::Unevictable(..) => "memory of a program on that GPU cannot be evicted",
+        MoveObstacle::Unacknowledged => {
+            "other programs have not confirmed lower memory limits. Try again when they are not stopped or busy"
+        }
         MoveObstacle::Drained => "that GPU is drained",
         MoveObstacle::Moving => "it is being moved already",
         MoveObstacle::Sleep(why) => sleep_obstacle_name(why),

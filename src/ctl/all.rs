@@ -122,7 +122,8 @@ pub async fn save_all(
     let mut speed = Speed::default();
     for program in in_order(&scheduler.list_clients().await?, memory) {
         let Program { pid, name, bytes, .. } = &program;
-        if !Path::new(&format!("/proc/{pid}")).exists() {
+        // Not from /proc, where a mount option may hide the processes of other users.
+        if !is_present(scheduler, *pid).await {
             continue; // it has ended, or was saved with the program that has started it
         }
         let begun = Instant::now();
@@ -141,8 +142,10 @@ pub async fn save_all(
             Ok(Ok(image)) => {
                 speed.add(*bytes, begun.elapsed());
                 lines += &format!("{name} (process {pid}, {}) is saved as {image}\n", units::size(*bytes));
-                others.extend(remember(&image).err().map(|e| e.to_string()));
+                let remembered = change(Path::new(LIST), |names| names.push(image));
+                others.extend(remembered.err().map(|e| e.to_string()));
             }
+            Ok(Err(_)) if !is_present(scheduler, *pid).await => {}
             Ok(Err(e)) => others.push(format!("{name} (process {pid}): {e}")),
             Err(_) => others.push(format!("{name} (process {pid}) is not saved after {:.0} s", limit.as_secs_f64())),
         }
@@ -154,7 +157,12 @@ pub async fn save_all(
     Err(CtlError::Failed(format!("not all programs are saved:\n{}", others.join("\n"))))
 }
 
-fn print(lines: &str) {
+/// True if a process is a program of the scheduler, or if the scheduler does not answer.
+pub(super) async fn is_present(scheduler: &SchedulerProxy<'_>, pid: u32) -> bool {
+    scheduler.list_clients().await.map_or(true, |clients| clients.iter().any(|client| client.pid == pid))
+}
+
+pub(super) fn print(lines: &str) {
     let _ = std::io::stdout().write_all(lines.as_bytes()); // the reader may have left
 }
 
@@ -162,38 +170,33 @@ fn cannot_write(e: std::io::Error) -> CtlError {
     CtlError::Failed(format!("cannot write {LIST}: {e}. Restore the programs with: nvsharectl restore IMAGE"))
 }
 
-fn names() -> Result<Vec<String>, CtlError> {
-    match fs::read_to_string(LIST) {
+fn names(list: &Path) -> Result<Vec<String>, CtlError> {
+    match fs::read_to_string(list) {
         Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(e) => Err(CtlError::Failed(format!("cannot read {LIST}: {e}"))),
     }
 }
 
-/// Adds an image to the list.
-fn remember(image: &str) -> Result<(), CtlError> {
-    let mut names = names()?;
-    names.push(image.to_owned());
-    write(&names)
+/// Changes the list. Another command that changes it waits.
+fn change(list: &Path, change: impl FnOnce(&mut Vec<String>)) -> Result<(), CtlError> {
+    let lock = fs::File::create(list.with_extension("lock")).map_err(cannot_write)?;
+    lock.lock().map_err(cannot_write)?;
+    let mut names = names(list)?;
+    change(&mut names);
+    write(list, &names)
 }
 
-fn write(names: &[String]) -> Result<(), CtlError> {
+fn write(list: &Path, names: &[String]) -> Result<(), CtlError> {
     let replace = || {
-        let new = format!("{LIST}.new");
+        let new = list.with_extension("new");
         let mut file = fs::File::create(&new)?;
         names.iter().try_for_each(|name| writeln!(file, "{name}"))?;
         file.sync_all()?;
-        fs::rename(new, LIST)?;
-        Path::new(LIST).parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
+        fs::rename(new, list)?;
+        list.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
     };
     replace().map_err(cannot_write)
-}
-
-/// Removes an image from the list.
-fn forget(image: &str) -> Result<(), CtlError> {
-    let mut names = names()?;
-    names.retain(|name| name != image);
-    write(&names)
 }
 
 /// Restores the programs that [`save`] has saved. Returns a line for each one.
@@ -211,12 +214,13 @@ pub fn restore(target: &Target) -> Result<String, CtlError> {
 /// As [`restore`].
 pub async fn restore_all(scheduler: &SchedulerProxy<'_>) -> Result<String, CtlError> {
     let (mut lines, mut others) = (String::new(), Vec::new());
-    for image in names()? {
+    for image in names(Path::new(LIST))? {
         // The program runs from now on, so a later call must not restore it again.
         match restore_one(scheduler, &image).await {
             Ok(line) => {
                 lines += &line;
-                others.extend(forget(&image).err().map(|e| e.to_string()));
+                let forgotten = change(Path::new(LIST), |names| names.retain(|name| *name != image));
+                others.extend(forgotten.err().map(|e| e.to_string()));
             }
             Err(e) => others.push(e.to_string()),
         }
@@ -267,6 +271,22 @@ mod tests {
         let order = in_order(&clients, |_| 100);
         let expected = [(1, 8.0, 140), (2, 5.0, 120)];
         assert_eq!(order.iter().map(|it| (it.pid, it.work, it.bytes)).collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn two_commands_change_the_list_at_the_same_time() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let list = directory.path().join("all");
+        write(&list, &["x-1".into()]).expect("a list");
+        std::thread::scope(|scope| {
+            for command in ["a", "b"] {
+                let list = &list;
+                let add = move |n| change(list, |names| names.push(format!("{command}-{n}"))).expect("the list");
+                scope.spawn(move || (0..50).for_each(add));
+            }
+        });
+        change(&list, |names| names.retain(|name| name != "x-1")).expect("the list");
+        assert_eq!(names(&list).expect("the list").len(), 100);
     }
 
     #[test]

@@ -61,11 +61,32 @@ fn hibernate(target: &Target, program: &str, options: Options) -> Result<String,
         let scheduler = target.connect().await?;
         let mut lines = String::new();
         for pid in pause::pids(&scheduler, program).await? {
-            let image = save(&scheduler, pid, options).await?;
-            lines += &format!("Process {pid} is saved. Restore it with: nvsharectl restore {image}\n");
+            match save(&scheduler, pid, options).await {
+                Ok(image) => {
+                    lines += &format!("Process {pid} is saved. Restore it with: nvsharectl restore {image}\n");
+                }
+                Err(e) => saved_before(&scheduler, pid, &lines, e).await?,
+            }
         }
         Ok(lines)
     })
+}
+
+/// Handles a program of several that was not saved. `lines`: about the earlier ones, which are printed.
+///
+/// # Errors
+/// The program is still there, so it was not saved with an earlier one that has started it.
+pub(super) async fn saved_before(
+    scheduler: &SchedulerProxy<'_>,
+    pid: u32,
+    lines: &str,
+    e: zbus::Error,
+) -> Result<(), CtlError> {
+    if !lines.is_empty() && !all::is_present(scheduler, pid).await {
+        return Ok(());
+    }
+    all::print(lines);
+    Err(e.into())
 }
 
 /// Saves a program, and shows the progress on a terminal. Returns the name of the image. If this process is

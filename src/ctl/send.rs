@@ -17,8 +17,8 @@ use std::io::{IsTerminal, stderr};
 use std::os::fd::AsFd;
 use std::process::{Command, Output, Stdio};
 
-use super::hibernate::Options;
-use super::{CtlError, Target, block_on, password, pause};
+use super::hibernate::{Options, saved_before};
+use super::{CtlError, Target, all, block_on, password, pause};
 use crate::bus::{Image, SchedulerProxy};
 use nvshare_hibernate::{SAVED_RECORD, reserve, sent_record};
 
@@ -63,9 +63,16 @@ pub fn hibernate(target: &Target, host: &str, program: &str, options: Options) -
         }
         let mut lines = String::new();
         for pid in pause::pids(&scheduler, program).await? {
-            let image: String = password::call(&scheduler, "Hibernate", &options.body(pid)).await?;
+            let saved: zbus::Result<String> = password::call(&scheduler, "Hibernate", &options.body(pid)).await;
+            let image = match saved {
+                Ok(image) => image,
+                Err(e) => {
+                    saved_before(&scheduler, pid, &lines, e).await?;
+                    continue;
+                }
+            };
             eprintln!("Process {pid} is saved as {image}.");
-            lines += &other.send(&scheduler, &image).await?;
+            lines += &other.send(&scheduler, &image).await.inspect_err(|_| all::print(&lines))?;
         }
         Ok(lines)
     })

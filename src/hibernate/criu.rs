@@ -27,6 +27,12 @@ const REMEDIES: [(&str, &str); 2] = [
     ("External socket is used", ". The program has a Unix socket whose peer is another program. Close the socket"),
 ];
 
+/// Parts of errors in CRIU's logs after which CRIU continues.
+const HARMLESS: [&str; 1] = [
+    // CRIU wants as many descriptors as the host allows, and continues with its own limit.
+    "Can't setup RLIMIT_NOFILE for self",
+];
+
 /// Checks that a new enough CRIU is installed.
 ///
 /// # Errors
@@ -83,7 +89,7 @@ impl Job<'_> {
         if done.status.success() {
             return Ok(());
         }
-        let why = self.entry.error_in(log).unwrap_or_else(|| done.status.to_string());
+        let why = self.entry.error_in(log, &HARMLESS).unwrap_or_else(|| done.status.to_string());
         Err(Refusal::new(failure(&why)))
     }
 
@@ -102,9 +108,11 @@ impl Job<'_> {
     pub fn dump(&self, root: i32, cancelled: &dyn Fn() -> Option<String>) -> Result<(), Refusal> {
         let arguments =
             ["dump", "--leave-stopped", "--file-locks", "--ghost-limit", "268435456", "--tree", &root.to_string()];
+        // Only once: reading the manifests of many images takes long, and this image is looked at often.
+        let others = self.store.room_of_others(self.entry, self.rights.owner.uid)?;
         self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], true, "dump.log", &|| {
             // The image may be larger than the memory that was counted.
-            let checked = self.store.check_written(self.entry, self.rights.owner.uid);
+            let checked = self.store.check_written(self.entry, others);
             cancelled().or_else(|| checked.err().map(|Refusal(why)| why))
         })
     }

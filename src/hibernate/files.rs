@@ -185,17 +185,24 @@ fn needed(tree: &Tree) -> Vec<NeededFile> {
             }
         }
     }
-    for pid in tree.pids() {
-        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-        for (path, is_code) in maps.lines().filter_map(mapped) {
-            let used = files.entry(path.to_owned()).or_insert(Use::Read);
-            if is_code && *used == Use::Read {
-                *used = Use::Code;
-            }
+    for (path, is_code) in mappings(tree) {
+        let used = files.entry(path).or_insert(Use::Read);
+        if is_code && *used == Use::Read {
+            *used = Use::Code;
         }
     }
     let file = |(path, used)| NeededFile { path, used, identity: None };
     files.into_iter().take(MAX_FILES).map(file).collect()
+}
+
+/// Returns the files that the processes of a tree have mapped, and whether each may be executed. Does not touch
+/// the files.
+pub fn mappings(tree: &Tree) -> Vec<(String, bool)> {
+    let of = |pid: i32| {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+        maps.lines().filter_map(mapped).map(|(path, is_code)| (path.to_owned(), is_code)).collect::<Vec<_>>()
+    };
+    tree.pids().into_iter().flat_map(of).collect()
 }
 
 /// Returns the file in a line of `/proc/PID/maps`, and whether it may be executed.

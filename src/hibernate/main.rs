@@ -266,9 +266,12 @@ impl Helper<'_> {
     /// Checks that the owner may open the files of a program, and writes their data to the disk.
     fn check_files(&self, tree: &Tree, rights: &rights::Rights) -> Result<(), Refusal> {
         let limit = Limit { deadline: self.deadline, obstacle: &|| self.cancelled() };
-        let why = match worker::first_unfit(rights, tree.files(), limit)? {
+        // A restore opens mapped files too.
+        let mapped = files::mappings(tree).into_iter().map(|(path, _)| (path.into(), false));
+        let files = tree.files().into_iter().chain(mapped).collect();
+        let why = match worker::first_unfit(rights, files, limit)? {
             None => return Ok(()),
-            Some(Unfit::Closed(path)) => format!("has {path:?} open, which its user may not open"),
+            Some(Unfit::Closed(path)) => format!("has {path:?} open or mapped, which its user may not open"),
             Some(Unfit::HalfOpen(path, is_written)) => {
                 let others = shared::describe_others(Path::new(&path), is_written, &tree.pids());
                 format!("shares the FIFO {path:?} with {others}, which would not be saved")
@@ -327,7 +330,7 @@ impl Helper<'_> {
         manifest.closes_connections = closes_connections;
         let job = self.job(entry, scope, &manifest, self.deadline);
         job.dump(process.pid, &cancelled)?;
-        let image = self.store.complete(entry, &manifest)?;
+        let image = self.store.complete(entry, &manifest, &|| self.cancelled().is_some())?;
         cancelled().map_or(Ok(image), |why| Err(Refusal(why)))
     }
 

@@ -38,6 +38,7 @@ use std::{
     path::{Path, PathBuf},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
+use sum::IsCancelled;
 
 const MANIFEST: &str = "manifest";
 const SIGNATURE: &str = "signature";
@@ -231,11 +232,17 @@ impl Store {
     /// # Errors
     /// The disk is full or broken, the image is larger than its user's share, or CRIU has written something
     /// other than files.
-    pub fn complete(&self, entry: &Entry, manifest: &Manifest) -> Result<Image, Refusal> {
+    pub fn complete(
+        &self,
+        entry: &Entry,
+        manifest: &Manifest,
+        is_cancelled: IsCancelled<'_>,
+    ) -> Result<Image, Refusal> {
         // CRIU has ended, so the files do not grow any more.
-        self.check_written(entry, manifest.rights.owner.uid)?;
+        let others = self.room_of_others(entry, manifest.rights.owner.uid)?;
+        self.check_written(entry, others)?;
         let complete = || -> io::Result<Manifest> {
-            let manifest = Manifest { files: entry.seal()?, ..manifest.clone() };
+            let manifest = Manifest { files: entry.seal(is_cancelled)?, ..manifest.clone() };
             let text = serde_json::to_vec(&manifest)?;
             replace(&entry.path, SIGNATURE, hex(&mac(&self.key, &text).finalize().into_bytes()).as_bytes())?;
             replace(&entry.path, MANIFEST, &text)?;
@@ -458,14 +465,17 @@ impl Entry {
         Ok(rustix::fs::open(self.path.join(name), directory_flags(), Mode::empty())?)
     }
 
-    /// Returns CRIU's first error in a log.
-    pub fn error_in(&self, log: &str) -> Option<String> {
+    /// Returns CRIU's first error in a log: later ones only follow from it. An error that contains a part in
+    /// `harmless` is returned only if all errors do.
+    pub fn error_in(&self, log: &str, harmless: &[&str]) -> Option<String> {
         let path = self.path.join("work").join(log);
         let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path).ok()?;
         let mut text = Vec::new();
         file.take(64 << 20).read_to_end(&mut text).ok()?;
         let text = String::from_utf8_lossy(&text);
-        let error = text.lines().find_map(|line| line.split_once("Error (")?.1.split_once("): "))?.1;
+        let mut errors = text.lines().filter_map(|line| Some(line.split_once("Error (")?.1.split_once("): ")?.1));
+        let is_reason = |error: &&str| !harmless.iter().any(|known| error.contains(known));
+        let error = errors.clone().find(is_reason).or_else(|| errors.next())?;
         Some(error.chars().filter(|c| !c.is_control()).take(200).collect())
     }
 
@@ -514,7 +524,7 @@ impl Entry {
     }
 
     /// Takes CRIU's files from the owner, writes them to the disk, and returns their checksums.
-    fn seal(&self) -> io::Result<Vec<SavedFile>> {
+    fn seal(&self, is_cancelled: IsCancelled<'_>) -> io::Result<Vec<SavedFile>> {
         let directory = self.path.join("criu");
         let opened = File::open(&directory)?;
         // First the directory, so that the owner can add and replace no file any more.
@@ -534,7 +544,7 @@ impl Entry {
             rustix::fs::fchown(&file, Some(rustix::process::geteuid()), Some(rustix::process::getegid()))?;
             file.set_permissions(Permissions::from_mode(0o444))?;
             file.sync_all()?;
-            let (bytes, sum) = sum::of(&open_sealed(&entry.path())?)?;
+            let (bytes, sum) = sum::of(&open_sealed(&entry.path())?, is_cancelled)?;
             // The host's memory is needed for programs. This is advice, which may fail.
             let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
             files.push(SavedFile { name, bytes, sum });
@@ -561,7 +571,7 @@ impl Entry {
             return Err(io::Error::other("files are missing, or were added"));
         }
         for SavedFile { name, bytes, sum } in &manifest.files {
-            if sum::of(&open_sealed(&directory.join(name))?)? != (*bytes, sum.clone()) {
+            if sum::of(&open_sealed(&directory.join(name))?, &|| false)? != (*bytes, sum.clone()) {
                 return Err(io::Error::other(format!("{name} is damaged")));
             }
         }

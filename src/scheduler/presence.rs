@@ -408,7 +408,7 @@ impl Presence<'_> {
             None if self.model().room_for(client, to) == RoomToMove::Now => return vec![Task::MoveTo(to)],
             // Other clients have to acknowledge lower limits first.
             None if self.sleep.waits_for_room(self.now, client) => return Vec::new(),
-            None => MoveObstacle::NoRoom,
+            None => MoveObstacle::Unacknowledged,
         };
         vec![Task::CannotMove(why), Task::Move]
     }

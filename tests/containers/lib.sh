@@ -32,15 +32,7 @@ finish() {
     exit $code
 }
 
-until_true() { # what, command…
-    what=$1
-    shift
-    for _ in $(seq 600); do
-        if "$@" >/dev/null 2>&1; then return; fi
-        sleep 0.1
-    done
-    fail "waited in vain for $what"
-}
+. "$here/../until-true.sh"
 
 # ---- images
 

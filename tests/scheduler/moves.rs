@@ -335,6 +335,30 @@ fn an_impossible_move_is_refused_immediately() {
     assert_eq!(scene.migrate(9, 0, 1), [], "there is no such client");
 }
 
+/// The clients take turns on the other GPU, unless the memory there cannot be evicted.
+#[test]
+fn a_move_is_refused_because_of_a_client_whose_memory_cannot_be_evicted() {
+    let mut scene = Scene::new();
+    scene.join(2, 1, 12 * GIB);
+    scene.join(3, 1, GIB);
+    for n in [2, 3] {
+        scene.t.say(Event::Stopped { client: client(n), stopped: true });
+    }
+    let why = MoveObstacle::Unevictable(client(2), EvictionBlock::Stopped);
+    assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(why))]);
+    scene.t.say(Event::Stopped { client: client(2), stopped: false });
+    assert!(scene.migrate(1, 0, 1).contains(&PREPARE));
+}
+
+#[test]
+fn a_move_is_refused_because_of_a_limit_that_a_stopped_client_does_not_acknowledge() {
+    let mut scene = scarce();
+    scene.t.say(Event::Stopped { client: client(2), stopped: true });
+    assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(MoveObstacle::Unacknowledged))]);
+    scene.t.say(Event::Stopped { client: client(2), stopped: false });
+    assert!(scene.migrate(1, 0, 1).contains(&PREPARE));
+}
+
 /// Client 1 has 4 GiB, and its limit is a whole GPU. Client 2 has 8 GiB on the other GPU. Host
 /// memory is scarce.
 fn scarce() -> Scene {
@@ -387,7 +411,7 @@ fn a_sleeping_client_moves_after_lower_limits_are_acknowledged() {
             assert!(is_there(&commands) && commands.contains(&migrated(0, 1, None)), "{commands:?}");
         } else {
             let commands = scene.t.after(Duration::from_secs(5));
-            assert!(commands.contains(&migrated(0, 1, Some(MoveObstacle::NoRoom))), "{commands:?}");
+            assert!(commands.contains(&migrated(0, 1, Some(MoveObstacle::Unacknowledged))), "{commands:?}");
             scene.map(2);
             assert!(scene.attachment(2).limit > 14 * GIB, "nobody comes any more");
         }

@@ -25,7 +25,7 @@ prepare() { # root
     "$here/../cuda-sim/install.sh" "$1/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || cc -print-multiarch)" "$built"
     install "$built/cuda-program" "$1/usr/local/bin"
     mkdir -p "$1/opt/nvshare-test"
-    cp -r "$here"/*.sh "$here/steps" "$here/recipes" "$here/cockpit" "$1/opt/nvshare-test"
+    cp -r "$here"/*.sh "$here/../until-true.sh" "$here/steps" "$here/recipes" "$here/cockpit" "$1/opt/nvshare-test"
     cp -r "$here/../../docs/recipes" "$1/opt/nvshare-test/pages"
     cp -r "$here/../../debian/tests" "$1/opt/nvshare-test/autopkgtests"
 }

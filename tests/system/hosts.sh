@@ -64,15 +64,7 @@ finish() {
 }
 trap finish EXIT INT TERM
 
-until_true() { # what, command…
-    what=$1
-    shift
-    for _ in $(seq 600); do
-        if "$@" >/dev/null 2>&1; then return; fi
-        sleep 0.1
-    done
-    fail "waited in vain for $what"
-}
+. "$(dirname "${BASH_SOURCE[0]}")/../until-true.sh"
 
 ip link add $bridge type bridge
 ip link set $bridge up

@@ -30,15 +30,7 @@ fail() {
     exit 1
 }
 
-until_true() { # what, command…
-    what=$1
-    shift
-    for _ in $(seq 600); do
-        if "$@" >/dev/null 2>&1; then return; fi
-        sleep 0.1
-    done
-    fail "waited in vain for $what"
-}
+. $here/until-true.sh
 
 # Runs a command that must succeed, and compares its output with the expected text. Spaces at the
 # ends of lines are ignored.

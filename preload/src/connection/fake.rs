@@ -97,8 +97,14 @@ impl Drop for Scheduler {
 
 /// Whether the client's thread has been woken since the last call.
 pub fn was_woken() -> bool {
+    wait_for_wake(Duration::ZERO)
+}
+
+/// Sleeps until the client's thread is woken, for at most `timeout`. Returns whether it was woken since the
+/// last call.
+pub fn wait_for_wake(timeout: Duration) -> bool {
     let Some(receiver) = wakeup::receiver() else { return false };
-    let [woken, _] = super::socket::wait([Some(receiver), None], Duration::ZERO);
+    let [woken, _] = super::socket::wait([Some(receiver), None], timeout);
     // A message that arrives from here on belongs to the next call.
     if woken {
         receiver.drain();

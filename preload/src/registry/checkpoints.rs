@@ -24,6 +24,9 @@ use rustix::{
 const LOOK: Duration = Duration::from_millis(100);
 /// The longest wait for the answer to a report. The scheduler answers reports at once.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The interval between repetitions of an unanswered message: a scheduler without a free descriptor cannot
+/// tell which process the message concerns, and ignores it.
+const REPEAT: Duration = Duration::from_secs(3);
 /// How long a call waits for a free descriptor. It then continues, because the wait might never end.
 const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of threads that can wait at the same time. Further calls do not wait.
@@ -66,13 +69,15 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
     let take = |place: &&AtomicU32| place.compare_exchange(0, ticket, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     let Some(place) = WAITING.iter().find(take) else { return };
     let _waiting = await_client_thread();
-    let (begin, mut told) = (Instant::now(), None);
+    // The scheduler that has the message, and since when.
+    let (begin, mut told) = (Instant::now(), None::<(_, Instant)>);
     while place.load(Ordering::SeqCst) == ticket && is_answered() && begin.elapsed() < most {
         // A process that is asleep gets no answer. It may also fall asleep during this wait.
         presence::want();
         // A new scheduler does not know the message.
         let met = connection::generation();
-        if told != Some(met) && connection::is_connected() {
+        let has_it = told.is_some_and(|(scheduler, since)| scheduler == met && since.elapsed() < REPEAT);
+        if !has_it && connection::is_connected() {
             // The scheduler also answers a request that is repeated, so each request has its own ticket.
             let next = new_ticket();
             if place.compare_exchange(ticket, next, Ordering::SeqCst, Ordering::SeqCst).is_err() {
@@ -82,7 +87,10 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
             let message = ClientMessage::ForeignCheckpoint { step, ticket };
             // The descriptor is open only here: the program may close any descriptor, and reuse its number.
             match pidfd_open(process, PidfdFlags::empty()) {
-                Ok(process) => told = connection::send_with(&message, &[process.as_fd()]).then_some(met),
+                Ok(process) => {
+                    let is_sent = connection::send_with(&message, &[process.as_fd()]);
+                    told = is_sent.then(|| (met, Instant::now()));
+                }
                 // The program or the system has no descriptor left at the moment.
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM) if begin.elapsed() < DESCRIPTOR_TIMEOUT => {}
                 Err(_) => break,
@@ -161,6 +169,19 @@ mod tests {
             assert!(!waiting.is_finished());
             setrlimit(Resource::Nofile, limit).expect("the former limit");
             on_answer(ticket(&scheduler));
+        });
+        assert!(!is_any_waiting());
+    }
+
+    #[test]
+    fn an_unanswered_request_is_repeated() {
+        let scheduler = connect();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(restore);
+            let ignored = ticket(&scheduler);
+            let repeated = ticket(&scheduler);
+            assert!(repeated != ignored && !waiting.is_finished());
+            on_answer(repeated);
         });
         assert!(!is_any_waiting());
     }

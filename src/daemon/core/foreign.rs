@@ -135,6 +135,12 @@ impl ForeignCheckpoints {
         let restore = Restore { target, caller };
         match step {
             CheckpointStep::Restoring => {
+                if let Some(waiting) = self.restores.get_mut(&restore).filter(|request| request.allowed.is_none()) {
+                    // The caller repeats its request, or another of its threads wants the same. That thread repeats
+                    // its request too. The inspection or the room is still awaited.
+                    waiting.ticket = ticket;
+                    return None;
+                }
                 let before = self.restores.insert(restore, Request { ticket, is_passed_on: false, allowed: None });
                 if let Some(before) = before.filter(|before| before.ticket != ticket) {
                     go_on(before.ticket);
@@ -267,6 +273,18 @@ mod tests {
         assert_eq!(foreign.pass_on(TARGET), None, "it is not asked twice");
         foreign.leave(&model, CALLER);
         assert!(foreign.restore_waits(TARGET), "the caller has ended, and the next one will ask");
+    }
+
+    #[test]
+    fn a_repeated_request_waits_for_the_same_room() {
+        let (model, mut foreign) = (Model::new(Config::default()), ForeignCheckpoints::default());
+        let mut receive = |ticket| {
+            foreign.receive(&model, &Sleep::default(), CALLER, Some(TARGET), (CheckpointStep::Restoring, ticket))
+        };
+        assert_eq!(receive(1), Some(Event::RestoreRequested { client: TARGET }));
+        assert_eq!(receive(2), None);
+        let request = foreign.restores[&Restore { target: TARGET, caller: CALLER }];
+        assert_eq!((request.ticket, request.is_passed_on, request.allowed), (2, true, None));
     }
 
     #[test]

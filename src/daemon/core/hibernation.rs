@@ -176,13 +176,17 @@ impl Departures {
     /// Checks that a program may be resumed.
     ///
     /// # Errors
-    /// The program is being saved.
+    /// The program is being saved, or was not saved and has not connected again.
     pub fn check_resume(&self, model: &Model, pid: u32) -> fdo::Result<()> {
-        let is_departing = |client: &ClientId| self.is_departing(*client);
-        match model.program(pid)?.iter().any(is_departing) {
-            true => Err(fdo::Error::Failed(format!("cannot resume process {pid}: it is being saved to disk"))),
-            false => Ok(()),
-        }
+        let obstacle = model.program(pid)?.iter().find_map(|client| self.obstacle_to_resume(*client));
+        obstacle.map_or(Ok(()), |why| Err(fdo::Error::Failed(format!("cannot resume process {pid}: {why}"))))
+    }
+
+    fn obstacle_to_resume(&self, client: ClientId) -> Option<&'static str> {
+        Some(match self.0.get(&client).filter(|_| self.is_departing(client))? {
+            Departure::Returning(_) => "it is being restored after an attempt to save it. Try again in a second",
+            _ => "it is being saved to disk",
+        })
     }
 }
 
@@ -237,11 +241,13 @@ mod tests {
         let (model, mut departures) = (Model::new(Config::default()), Departures::default());
         departures.0.insert(CLIENT, Departure::Left(Rc::default()));
         assert_eq!(departures.obstacle(CLIENT), Some("it is being hibernated already"));
+        assert_eq!(departures.obstacle_to_resume(CLIENT), Some("it is being saved to disk"));
         departures.give_up(&model, &mut Vec::new(), &candidate());
         assert!(departures.is_returning(CLIENT) && departures.is_departing(CLIENT));
         assert!(departures.obstacle(CLIENT).is_some_and(|why| why.starts_with("it is coming back")));
+        assert!(departures.obstacle_to_resume(CLIENT).is_some_and(|why| why.starts_with("it is being restored")));
         departures.forget(CLIENT);
-        assert_eq!(departures.obstacle(CLIENT), None);
+        assert_eq!((departures.obstacle(CLIENT), departures.obstacle_to_resume(CLIENT)), (None, None));
     }
 
     #[test]

@@ -60,8 +60,10 @@ impl Host {
     }
 
     /// Handles a client that changes the CUDA state of the process to which the pidfd refers. Returns the
-    /// request for room, if the client needs any. Without the pidfd, the message is ignored: it arrived while
-    /// a scheduler took over, and the client sends it again afterwards.
+    /// request for room, if the client needs any.
+    ///
+    /// Without a free descriptor, the pidfd does not arrive, or cannot be read. The message is not answered
+    /// then, because a restore would begin without room. The client sends it again.
     pub fn foreign_checkpoint(
         &mut self,
         model: &Model,
@@ -69,7 +71,8 @@ impl Host {
         pidfd: Option<&Foreign>,
         (step, ticket): (CheckpointStep, u32),
     ) -> Option<Event> {
-        let target = pidfd::process(pidfd?).and_then(|pid| model.neighbour(client, pid));
+        let pid = pidfd::process(pidfd?).ok()?;
+        let target = pid.and_then(|pid| model.neighbour(client, pid));
         self.foreign.receive(model, &self.sleep, client, target, (step, ticket))
     }
 }

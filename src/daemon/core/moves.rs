@@ -68,7 +68,8 @@ impl Moves {
 
     /// Handles the end of a move. `why`: the reason for a failure. `None` if the client was moved.
     pub fn ended(&mut self, model: &Model, client: ClientId, to: GpuId, why: Option<MoveObstacle>) {
-        let why = why.map(bus::move_obstacle_name);
+        let why = why.map(|why| describe(model, why));
+        let why = why.as_deref();
         if let Some((identity, label)) = model.identity(client).zip(model.label(to)) {
             let (pid, name) = (identity.pid, identity.label());
             match why {
@@ -114,6 +115,16 @@ impl Moves {
         let is_drained = model.label(gpu).is_some_and(|label| self.drained.content.all.contains(&label));
         is_drained.then_some(Event::Drain { gpu, drained: true })
     }
+}
+
+/// Describes why a client is not moved to another GPU.
+fn describe(model: &Model, obstacle: MoveObstacle) -> String {
+    let MoveObstacle::Unevictable(other, why) = obstacle else { return bus::move_obstacle_name(obstacle).into() };
+    let name = model
+        .identity(other)
+        .map_or("a program there".into(), |identity| format!("{} (process {})", identity.label(), identity.pid));
+    let why = bus::eviction_block_name(why);
+    format!("the memory of {name} cannot be evicted from that GPU now: {why}. Try again later, or end that program")
 }
 
 /// Checks a requested move. Returns the client, its present GPU and its new GPU.
@@ -202,6 +213,16 @@ fn pairs(host: &GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
+    use crate::scheduler::EvictionBlock;
+
+    #[test]
+    fn a_refused_move_names_the_program_whose_memory_is_in_the_way() {
+        let model = Model::new(Config::default());
+        let said = describe(&model, MoveObstacle::Unevictable(ClientId(1), EvictionBlock::Late));
+        assert!(said.contains("a program there") && said.contains("it does not answer. Try again later"), "{said}");
+        assert!(describe(&model, MoveObstacle::NoRoom).contains("too little memory"));
+    }
 
     #[test]
     fn restore_pairs_are_a_permutation_of_the_hosts_gpus() {

@@ -2,6 +2,7 @@
 
 use super::{Entry, Store, words, written};
 use crate::Refusal;
+use nvshare_hibernate::Image;
 
 /// Maximum number of images of a user.
 const MAX_IMAGES: usize = 64;
@@ -19,7 +20,7 @@ impl Store {
         if own.len() >= MAX_IMAGES {
             return Err(Refusal::new(format!("its user has {MAX_IMAGES} images. {DELETE}")));
         }
-        self.check_share(uid, "", bytes)?;
+        self.check_share(own.iter().map(Image::room).sum(), bytes)?;
         let disk = self.disk()?;
         if disk.free >= bytes + disk.reserve() {
             return Ok(());
@@ -28,11 +29,18 @@ impl Store {
         Err(Refusal::new(format!("the image needs {needed} MiB, and {at} has {free} MiB. Free space there")))
     }
 
-    /// Checks that an image of this name and size fits beside the user's other images. An image that is being
-    /// saved counts with its estimated size.
-    fn check_share(&self, uid: u32, name: &str, bytes: u64) -> Result<(), Refusal> {
-        let others = self.images(Some(uid))?.into_iter().filter(|image| image.name != name);
-        let used: u64 = others.map(|image| image.room()).sum();
+    /// Returns the bytes that a user's other images take. An image that is being saved counts with its estimated
+    /// size. Reads all manifests.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn room_of_others(&self, entry: &Entry, uid: u32) -> Result<u64, Refusal> {
+        let others = self.images(Some(uid))?.into_iter().filter(|image| image.name != entry.name);
+        Ok(others.map(|image| image.room()).sum())
+    }
+
+    /// Checks that an image of this size fits beside a user's other images, which take `used` bytes.
+    fn check_share(&self, used: u64, bytes: u64) -> Result<(), Refusal> {
         let most = self.disk()?.size / SHARE_OF_USER;
         if used + bytes <= most {
             return Ok(());
@@ -43,13 +51,13 @@ impl Store {
         )))
     }
 
-    /// Checks the files that CRIU has written so far to an image of this user.
+    /// Checks the files that CRIU has written so far to an image. `others`: see [`Self::room_of_others`].
     ///
     /// # Errors
     /// They have taken the reserve of the disk, or more than the user's share.
-    pub fn check_written(&self, entry: &Entry, uid: u32) -> Result<(), Refusal> {
+    pub fn check_written(&self, entry: &Entry, others: u64) -> Result<(), Refusal> {
         self.check_reserve()?;
-        self.check_share(uid, &entry.name, written(&entry.path))
+        self.check_share(others, written(&entry.path))
     }
 
     fn check_reserve(&self) -> Result<(), Refusal> {

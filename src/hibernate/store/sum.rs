@@ -20,17 +20,20 @@ const READ: u64 = 1 << 20;
 
 type Sum = [u8; 32];
 
+/// Whether the result is not needed any more. Asked before each piece.
+pub type IsCancelled<'a> = &'a (dyn Fn() -> bool + Sync);
+
 /// Returns the length and the checksum of a file that no process can write. The checksum is the SHA-256 of
 /// the length and of the SHA-256 of each piece. Several threads hash the pieces, because a single one would be
 /// slower than the disk.
 ///
 /// # Errors
-/// The file cannot be read.
-pub fn of(file: &File) -> io::Result<(u64, String)> {
-    in_pieces(file, PIECE)
+/// The file cannot be read, or `is_cancelled` has returned `true`.
+pub fn of(file: &File, is_cancelled: IsCancelled<'_>) -> io::Result<(u64, String)> {
+    in_pieces(file, PIECE, is_cancelled)
 }
 
-fn in_pieces(file: &File, piece: u64) -> io::Result<(u64, String)> {
+fn in_pieces(file: &File, piece: u64, is_cancelled: IsCancelled<'_>) -> io::Result<(u64, String)> {
     let bytes = file.metadata()?.len();
     let pieces = bytes.div_ceil(piece);
     let processors = thread::available_parallelism().map_or(1, usize::from) as u64;
@@ -40,7 +43,11 @@ fn in_pieces(file: &File, piece: u64) -> io::Result<(u64, String)> {
         let mut buffer = vec![0; READ as usize];
         let taken = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
         let own = taken.take_while(|at| *at < pieces);
-        own.map(|at| Ok((at, sum_of(file, at * piece..bytes.min((at + 1) * piece), &mut buffer)?))).collect()
+        let sum = |at: u64| match is_cancelled() {
+            true => Err(io::Error::other("it was cancelled")),
+            false => Ok((at, sum_of(file, at * piece..bytes.min((at + 1) * piece), &mut buffer)?)),
+        };
+        own.map(sum).collect()
     };
     let mut sums = if threads <= 1 {
         work()?
@@ -85,7 +92,7 @@ mod tests {
         let directory = Directory::new();
         let path = directory.0.join("file");
         let file = File::options().create(true).truncate(true).read(true).write(true).open(&path).expect("a file");
-        let sum = || in_pieces(&file, SMALL).expect("a sum");
+        let sum = || in_pieces(&file, SMALL, &|| false).expect("a sum");
         let mut seen = std::collections::BTreeSet::from([sum()]);
         file.set_len(3 * SMALL + 5).expect("a sparse file");
         assert!(seen.insert(sum()));

@@ -36,7 +36,7 @@ fn image(store: &Store, uid: u32) -> Entry {
         fs::write(entry.path.join("criu").join(name), contents).expect("a file");
     }
     let manifest = Manifest::new("program", rights, &own, &tree, Needs::default());
-    let image = store.complete(&entry, &Manifest { threads: vec![7], ..manifest }).expect("complete");
+    let image = store.complete(&entry, &Manifest { threads: vec![7], ..manifest }, &|| false).expect("complete");
     assert_eq!((image.uid, image.bytes, image.damage), (uid, bytes, None));
     entry.record(uid, &Stage::Saved).expect("a record");
     entry
@@ -51,7 +51,7 @@ fn complete_with(store: &Store, entry: &Entry, name: &str, contents: Option<&[u8
     if let Some(contents) = contents {
         fs::write(criu.join(name), contents).expect("a file");
     }
-    store.complete(entry, &manifest)
+    store.complete(entry, &manifest, &|| false)
 }
 
 #[test]
@@ -400,7 +400,8 @@ fn an_image_that_is_being_saved_is_listed_and_counts_with_its_estimate() {
     entry.record(OWNER, &stage(half)).expect("a record");
     let why = store.check_room(OWNER, 1).expect_err("no room beside it").to_string();
     assert!(why.contains("images may have"), "{why}");
-    store.check_written(&entry, OWNER).expect("its own estimate does not count against it");
+    let others = store.room_of_others(&entry, OWNER).expect("the other images");
+    store.check_written(&entry, others).expect("its own estimate does not count against it");
     child.kill().expect("killed");
     child.wait().expect("it has ended");
 }
@@ -413,10 +414,19 @@ fn an_image_that_became_larger_than_the_users_share_is_not_completed() {
     fs::set_permissions(&criu, Permissions::from_mode(0o755)).expect("permissions");
     let more = File::create(criu.join("pages-2.img")).expect("a file");
     more.set_len(store.disk().expect("a disk").size / SHARE_OF_USER).expect("a sparse file");
-    let why = store.check_written(&entry, OWNER).expect_err("too large").to_string();
+    let others = store.room_of_others(&entry, OWNER).expect("the other images");
+    let why = store.check_written(&entry, others).expect_err("too large").to_string();
     assert!(why.contains("images may have"), "{why}");
     let manifest = store.owned(&entry, OWNER).expect("an image");
-    assert_eq!(store.complete(&entry, &manifest).expect_err("too large").to_string(), why);
+    assert_eq!(store.complete(&entry, &manifest, &|| false).expect_err("too large").to_string(), why);
+}
+
+#[test]
+fn an_image_is_not_completed_after_its_request_was_cancelled() {
+    let (_directory, store, entry) = store();
+    let manifest = store.verify(&entry, OWNER).expect("an image");
+    let why = store.complete(&entry, &manifest, &|| true).expect_err("cancelled").to_string();
+    assert!(why.contains("it was cancelled"), "{why}");
 }
 
 #[test]
@@ -424,7 +434,7 @@ fn a_manifest_that_is_too_long_to_be_read_is_not_completed() {
     let (_directory, store, entry) = store();
     let manifest = store.verify(&entry, OWNER).expect("an image");
     let threads = (1..MAX_MANIFEST as i32 / 4).collect();
-    let why = store.complete(&entry, &Manifest { threads, ..manifest }).expect_err("too long").to_string();
+    let why = store.complete(&entry, &Manifest { threads, ..manifest }, &|| false).expect_err("too long").to_string();
     assert!(why.contains("too long"), "{why}");
 }
 
@@ -438,7 +448,7 @@ fn linked_files_are_not_given_to_root() {
     fs::set_permissions(&victim, Permissions::from_mode(0o640)).expect("permissions");
     fs::set_permissions(entry.path.join("criu"), Permissions::from_mode(0o755)).expect("permissions");
     fs::hard_link(&victim, entry.path.join("criu/z.img")).expect("a link");
-    let why = store.complete(&entry, &manifest).expect_err("a link").to_string();
+    let why = store.complete(&entry, &manifest, &|| false).expect_err("a link").to_string();
     assert!(why.contains("not a file of its own"), "{why}");
     assert_eq!(fs::metadata(&victim).expect("a file").mode() & 0o777, 0o640);
 }
@@ -449,6 +459,26 @@ fn an_image_that_exists_is_not_touched_by_a_second_one() {
     let again = image(&store, OWNER);
     assert_ne!(entry.name, again.name, "names are random");
     store.verify(&entry, OWNER).expect("it is as it was");
+}
+
+#[test]
+fn the_shown_error_of_criu_is_the_first_that_it_did_not_survive() {
+    let (_directory, _store, entry) = store();
+    let errors = |lines: &[&str]| {
+        fs::write(entry.path.join("work/dump.log"), lines.join("\n")).expect("a log");
+        entry.error_in("dump.log", &["Can't setup"])
+    };
+    let limit =
+        "(00.000012) Error (criu/util.c:1405): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted";
+    let reason = "(00.012000) Error (criu/sk-unix.c:884): unix: External socket is used";
+    let end = "(00.012100) Error (criu/cr-dump.c:2128): Dumping FAILED.";
+    assert_eq!(
+        errors(&["(00.000001) Version: 4.1.1", limit, reason, end]),
+        Some("unix: External socket is used".into())
+    );
+    assert_eq!(errors(&[reason, limit, end]), Some("unix: External socket is used".into()));
+    assert!(errors(&[limit]).is_some_and(|error| error.starts_with("rlimit: ")));
+    assert_eq!(errors(&["(00.000001) Version: 4.1.1"]), None);
 }
 
 /// Runs a function while this process can open no files.

@@ -1,6 +1,6 @@
 //! Sleep: taking a client off its GPUs, contexts included.
 
-use super::GpuId;
+use super::{ClientId, EvictionBlock, GpuId};
 use std::time::Duration;
 
 /// An operation of the checkpoint helper on a client's process.
@@ -104,6 +104,11 @@ pub enum MoveObstacle {
     /// The client's memory does not fit on the other GPU beside memory that other clients need or
     /// that cannot be evicted, or limits forbid it.
     NoRoom,
+    /// The client's memory would fit on the other GPU if the memory there could be evicted. Most of the memory
+    /// that cannot be evicted belongs to this client.
+    Unevictable(ClientId, EvictionBlock),
+    /// Host memory or a group's limit would suffice for the move if other clients had acknowledged lower limits.
+    Unacknowledged,
     /// The other GPU is drained.
     Drained,
     /// The client is already being moved, or it is asleep and its list of past moves is full.

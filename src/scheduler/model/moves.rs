@@ -47,7 +47,27 @@ impl Model<'_> {
             (!is_measured, MoveObstacle::Sleep(SleepObstacle::Unmeasured)),
         ];
         let first = obstacles.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why);
-        first.or_else(|| (self.room_for(client, both) == RoomToMove::None).then_some(MoveObstacle::NoRoom))
+        first.or_else(|| match self.room_for(client, both) {
+            RoomToMove::None => Some(self.unevictable_neighbour(client, both).unwrap_or(MoveObstacle::NoRoom)),
+            RoomToMove::Unanswered => Some(MoveObstacle::Unacknowledged),
+            RoomToMove::Later | RoomToMove::Now => None,
+        })
+    }
+
+    /// The client on `to` with the most memory that cannot be evicted although it is not pinned. `None`: without
+    /// the memory of such clients there would be too little room too.
+    fn unevictable_neighbour(&self, client: ClientId, both @ Move { to, .. }: Move) -> Option<MoveObstacle> {
+        let gpu = self.gpus.get(to)?;
+        let blocked = gpu.attachments.iter().filter_map(|(id, attachment)| {
+            let why = self.eviction_block(*id, to)?;
+            Some((gpu.unevictable_of(*id).saturating_sub(attachment.account().report.pinned), *id, why))
+        });
+        let blocked: Vec<_> = blocked.collect();
+        let bytes = blocked.iter().fold(0, |sum: u64, (bytes, ..)| sum.saturating_add(*bytes));
+        let rest = gpu.ledger.unevictable().saturating_sub(bytes);
+        let (_, other, why) = blocked.into_iter().max_by_key(|(bytes, ..)| *bytes)?;
+        let would_fit = self.room_beside(client, both, rest) != RoomToMove::None;
+        would_fit.then_some(MoveObstacle::Unevictable(other, why))
     }
 
     /// Whether the client's attachment of a third GPU may have to be moved back to `to`.
@@ -64,7 +84,13 @@ impl Model<'_> {
     /// Whether another GPU has room for a client. The client's context and demand must fit beside
     /// unevictable memory, and the context must fit beside the need of any other client on that
     /// GPU. Also checks whether the bytes promised to the client can be promised on that GPU.
-    pub fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
+    pub fn room_for(&self, client: ClientId, both: Move) -> RoomToMove {
+        let unevictable = self.gpus.get(both.to).map_or(0, |gpu| gpu.ledger.unevictable());
+        self.room_beside(client, both, unevictable)
+    }
+
+    /// Like `room_for`, beside this number of unevictable bytes.
+    fn room_beside(&self, client: ClientId, both @ Move { from, to }: Move, unevictable: u64) -> RoomToMove {
         let (Some(account), Some(gpu)) = (self.gpus.account(client, from), self.gpus.get(to)) else {
             return RoomToMove::None;
         };
@@ -74,7 +100,7 @@ impl Model<'_> {
         let runs_all_at_once = |id: &ClientId| gpu.attachments.get(id).is_some_and(|it| it.engine != Engine::Managed);
         // Ignores clients whose needs do not fit anyway.
         let most = gpu.ledger.needs_up_to(here).find(|(_, id)| runs_all_at_once(id)).map_or(0, |(need, _)| need);
-        let need = account.report.demand.saturating_add(gpu.ledger.unevictable());
+        let need = account.report.demand.saturating_add(unevictable);
         if need.max(most) > room {
             return RoomToMove::None;
         }

@@ -14,10 +14,13 @@ impl Quota {
     /// Whether host memory would be scarce if every client used a whole GPU, and the memory beyond a GPU
     /// that it has requested.
     pub(super) fn would_be_scarce(&self) -> bool {
-        self.host.spare().is_none_or(|spare| {
+        // The sum is kept instead of computed, because every event asks, and one tenant may have thousands
+        // of requests.
+        debug_assert_eq!(self.requested_beyond, {
             let wanted = self.requests.iter().filter_map(|(id, client)| self.limit(*client, *id)?.wanted);
-            spare < wanted.fold(0, |sum, wanted| sum.saturating_add(wanted.beyond))
-        })
+            wanted.map(|wanted| u128::from(wanted.beyond)).sum()
+        });
+        self.host.spare().is_none_or(|spare| u128::from(spare) < self.requested_beyond)
     }
 
     /// Marks all limits for recomputation if memory has become scarce or is no longer scarce. Must be

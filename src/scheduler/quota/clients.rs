@@ -14,6 +14,7 @@ impl Quota {
     }
 
     pub fn detach(&mut self, client: ClientId, id: GpuId, rules: &Rules) {
+        self.set_wanted(client, id, None);
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let Some(entry) = gpu.clients.remove(&client) else { return };
         gpu.count(rules.group(client), entry.limit.counted, 0);
@@ -21,7 +22,6 @@ impl Quota {
         gpu.fresh.remove(&client);
         gpu.demands.remove(&(entry.limit.demand(), client));
         gpu.summed_for = None;
-        self.requests.remove(&(id, client));
         self.rising.remove(&(id, client));
         self.falling.remove(&(id, client));
         self.ahead.forget((client, id));
@@ -31,6 +31,8 @@ impl Quota {
     /// the bytes that the client has requested, which the caller must request again.
     #[must_use]
     pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
+        let requested = self.limit(client, from)?.wanted;
+        self.set_wanted(client, from, None);
         let gpu = self.gpus.get_mut(&from)?;
         let mut entry = gpu.clients.remove(&client)?;
         let is_fresh = gpu.fresh.remove(&client);
@@ -39,11 +41,10 @@ impl Quota {
         gpu.count(cx.rules.group(client), std::mem::take(&mut entry.limit.counted), 0);
         gpu.demands.remove(&(demand, client));
         gpu.summed_for = None;
-        self.requests.remove(&(from, client));
         let rises = self.rising.remove(&(from, client));
         self.falling.remove(&(from, client));
         self.ahead.move_client(client, from, to);
-        let wanted = entry.limit.wanted.map(|wanted| wanted.bytes).or(held.map(|held| held.bytes()));
+        let wanted = requested.map(|wanted| wanted.bytes).or(held.map(|held| held.bytes()));
         let there = self.gpus.entry(to).or_default();
         there.clients.insert(client, entry);
         if is_fresh {
@@ -53,9 +54,7 @@ impl Quota {
             there.demands.insert((demand, client));
         }
         there.summed_for = None;
-        if wanted.is_some() {
-            self.set_wanted(client, to, self.limit(client, to)?.wanted);
-        }
+        self.set_wanted(client, to, requested);
         if rises {
             self.rising.insert((to, client));
         }

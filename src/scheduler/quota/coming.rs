@@ -41,6 +41,8 @@ pub(crate) struct Expected {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum RoomToMove {
     None,
+    /// Room would exist if clients that do not answer acknowledged lower limits.
+    Unanswered,
     /// Room will exist once other clients have acknowledged lower limits.
     Later,
     Now,
@@ -146,18 +148,39 @@ impl Quota {
         {
             return RoomToMove::Now;
         }
-        // The smallest possible promises to this client and to the other clients, once all clients
-        // have acknowledged lower limits.
+        let kept = if away { committed } else { demand };
+        if self.is_possible(cx, client, place, keeps, kept, |client, limit| self.least(cx, client, limit)) {
+            RoomToMove::Later
+        } else if self.is_possible(cx, client, place, keeps, kept, |_, limit| limit.demand()) {
+            RoomToMove::Unanswered
+        } else {
+            RoomToMove::None
+        }
+    }
+
+    /// Checks whether a client can be promised `kept` bytes on another GPU, if each client is promised only
+    /// `promise` there and elsewhere. `keeps`: see [`Self::room_to_move`].
+    fn is_possible(
+        &self,
+        cx: Context,
+        client: ClientId,
+        place: Expected,
+        keeps: bool,
+        kept: u64,
+        promise: impl Fn(ClientId, &Limit) -> u64,
+    ) -> bool {
+        let Expected { to: both, .. } = place;
+        let Some(entry) = self.entry(client, both.from) else { return false };
+        let own_context = entry.context(cx, both.from);
         let least = |id: GpuId| {
             let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.clients);
-            clients.fold(0, |sum: u64, (client, entry)| sum.saturating_add(self.least(cx, *client, &entry.limit)))
+            clients.fold(0, |sum: u64, (client, entry)| sum.saturating_add(promise(*client, &entry.limit)))
         };
-        let kept = if away { committed } else { demand };
         let others = self.gpus.keys().filter(|id| **id != both.from && **id != both.to);
         let in_host = others.map(|id| least(*id).saturating_sub(cx.gpus.offer(*id))).fold(0, u64::saturating_add);
         let later = Sums {
             here: least(both.from),
-            leaves: self.least(cx, client, &entry.limit),
+            leaves: promise(client, &entry.limit),
             there: least(both.to),
             comes: kept,
             in_host,
@@ -166,14 +189,14 @@ impl Quota {
         let of_group = || {
             let members =
                 cx.rules.group_peers(client).filter_map(|member| Some((member, self.entry(member, both.to)?)));
-            let sum = members
-                .map(|(member, entry)| self.least(cx, member, &entry.limit).saturating_add(entry.context(cx, both.to)));
+            let sum =
+                members.map(|(member, entry)| promise(member, &entry.limit).saturating_add(entry.context(cx, both.to)));
             sum.fold(kept.saturating_add(own_context), u64::saturating_add)
         };
-        let is_possible = self.fits(cx, place, keeps, &later) && max.is_none_or(|max| of_group() <= max);
-        if is_possible { RoomToMove::Later } else { RoomToMove::None }
+        self.fits(cx, place, keeps, &later) && max.is_none_or(|max| of_group() <= max)
     }
 
+    /// The smallest possible promise to a client once all clients that answer have acknowledged lower limits.
     fn least(&self, cx: Context, client: ClientId, limit: &Limit) -> u64 {
         if self.is_unresponsive(cx, client, limit) { limit.committed() } else { limit.demand() }
     }

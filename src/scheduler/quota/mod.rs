@@ -99,8 +99,12 @@ pub(crate) struct Quota {
     /// memory.
     #[serde(default)]
     asleep: BTreeSet<ClientId>,
-    /// Limit requests that are neither granted nor denied.
+    /// Limit requests that are neither granted nor denied. Only `set_wanted` changes them.
     requests: BTreeSet<(GpuId, ClientId)>,
+    /// Σ `Wanted::beyond` of `requests`. A client may request any number of bytes, so the sum of a few
+    /// requests may exceed 64 bits.
+    #[serde(default)]
+    requested_beyond: u128,
     /// Clients for which room was set aside since the last call of `take_expected`.
     #[serde(default)]
     expected: BTreeSet<ClientId>,
@@ -246,7 +250,9 @@ impl Quota {
     /// Records the limit that a client has requested. `None`: the request has ended.
     fn set_wanted(&mut self, client: ClientId, id: GpuId, wanted: Option<Wanted>) {
         let Some(entry) = self.entry_mut(client, id) else { return };
-        entry.limit.wanted = wanted;
+        let beyond = |wanted: Option<Wanted>| wanted.map_or(0, |wanted| u128::from(wanted.beyond));
+        let before = beyond(std::mem::replace(&mut entry.limit.wanted, wanted));
+        self.requested_beyond = self.requested_beyond - before + beyond(wanted);
         if wanted.is_some() {
             self.requests.insert((id, client));
         } else {

@@ -2,7 +2,7 @@
 
 use super::{ClientThread, Sleep};
 use crate::{
-    connection::fake::Scheduler,
+    connection::fake::{Scheduler, wait_for_wake},
     driver::{
         self,
         fake::{Driver, TOTAL},
@@ -95,6 +95,20 @@ impl Client {
         while !is_so(self) {
             assert!(Instant::now() < deadline, "the condition never holds");
             std::thread::sleep(self.step().min(Duration::from_micros(200)));
+        }
+    }
+
+    /// Takes steps as the thread does: only when one is due, or after another thread has woken this one.
+    #[track_caller]
+    pub fn run_until(&mut self, mut is_so: impl FnMut(&mut Self) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let (wait, left) = (self.step(), deadline.saturating_duration_since(Instant::now()));
+            if is_so(self) {
+                return;
+            }
+            assert!(!left.is_zero(), "the condition never holds");
+            wait_for_wake(wait.min(left));
         }
     }
 

@@ -242,7 +242,8 @@ impl ClientThread {
             self.tier.is_pageable = excess > 0;
             return self.tier.next_look();
         };
-        // Nothing tells this thread that the file was opened.
+        // The file's first thread wakes this thread when the file is open. Until then, the copies need not be
+        // paged out.
         let is_opening = file.is_opening();
         let in_file = space.lock().account.in_file;
         let mut wanted = if is_full { excess.max(1) } else { excess };
@@ -252,8 +253,7 @@ impl ClientThread {
             wanted = wanted.saturating_sub(bytes);
             jobs += 1;
         }
-        let is_due = jobs > 0 || (is_opening && wanted > 0);
-        let is_pageable = !is_due && excess > 0;
+        let is_pageable = jobs == 0 && !is_opening && excess > 0;
         {
             let guard = space.lock();
             // If the file already had a copy's contents, `write_one` has changed the account
@@ -265,7 +265,7 @@ impl ClientThread {
         let is_behind = jobs > 0 && self.tier.excess() > MOST_BEHIND;
         space.lock().account.is_file_behind = is_behind;
         self.tier.is_pageable = is_pageable;
-        if is_due { CHORE_INTERVAL } else { self.tier.next_look() }
+        if jobs > 0 { CHORE_INTERVAL } else { self.tier.next_look() }
     }
 }
 
@@ -320,7 +320,7 @@ mod tests {
         assert_eq!((account(gpu).in_file, account(gpu).is_lost), (0, false));
     }
 
-    /// The threads of the file may start at any time after the file has arrived, and do not wake this one.
+    /// The threads of the file may start at any time after the file has arrived.
     #[test]
     fn copies_are_written_once_the_file_was_opened_without_another_event() {
         if !file::is_supported() {
@@ -328,13 +328,31 @@ mod tests {
         }
         let (mut client, gpu, _) = evicted();
         set_host_memory(&mut client, 0);
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while account(gpu).in_file < 2 * GRANULE {
-            assert!(Instant::now() < deadline, "nothing is written");
-            let wait = client.step();
-            assert!(wait < Duration::MAX && !client.thread.tier.is_pageable, "the copies stay in RAM");
-            std::thread::sleep(Duration::from_micros(50));
+        client.run_until(|client| {
+            assert!(!client.thread.tier.is_pageable, "the copies stay in RAM");
+            account(gpu).in_file == 2 * GRANULE
+        });
+    }
+
+    /// While the buffer of a copy is being unregistered, the copy cannot be written.
+    #[test]
+    fn copies_are_written_to_a_file_that_arrives_while_their_buffers_are_unregistered() {
+        if !file::is_supported() {
+            return;
         }
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.allocate(gpu, 1);
+        client.evict(gpu, 1);
+        client.driver.block("cuMemHostUnregister");
+        client.thread.set_host_memory(0, 0, Vec::new());
+        client.step_until(|client| client.thread.tier.is_pageable && account(gpu).in_flight == GRANULE);
+        set_host_memory(&mut client, 0);
+        client.step_until(|client| client.thread.tier.current.as_ref().is_some_and(|file| file.room() > 0));
+        client.step();
+        assert_eq!(account(gpu).in_file, 0);
+        client.driver.unblock("cuMemHostUnregister");
+        client.run_until(|_| account(gpu).in_file == GRANULE);
     }
 
     #[test]

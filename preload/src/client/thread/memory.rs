@@ -87,11 +87,16 @@ impl ClientThread {
             gpu.introduce(false, shared::introduce); // in case `Attach` could not be sent earlier
         }
         let Some(space) = gpu.space() else { return Duration::MAX };
+        {
+            // Copies whose buffers have been unregistered can be written to a file from here on. No later event
+            // would cause the write.
+            let mut guard = space.lock();
+            if guard.collect_released() {
+                gpu.report(&guard.account);
+            }
+        }
         let mut wait = self.step_files(gpu, space);
         let mut guard = space.lock();
-        if guard.collect_released() {
-            gpu.report(&guard.account);
-        }
         if guard.has_freed() || guard.pools.has_dying() {
             let before = guard.account;
             guard.reclaim(&gpu.work);

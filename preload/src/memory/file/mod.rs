@@ -295,7 +295,8 @@ impl SwapFile {
         state.jobs.len() + state.in_progress
     }
 
-    /// Whether the threads of the file have not started yet. Nothing is written until then.
+    /// Whether the threads of the file have not started yet. Nothing is written until then. The first thread
+    /// then wakes the client's thread.
     pub fn is_opening(&self) -> bool {
         self.0.state.lock().status == Status::Opening
     }

@@ -79,7 +79,7 @@ pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
             state.status = if is_open { Status::Usable } else { Status::ReadOnly };
         }
     }
-    // Wake the client's thread, so that it closes the program's copy.
+    // Wake the client's thread, so that it closes the program's copy, and writes to the file.
     connection::wake();
     if !is_open {
         return;
