@@ -70,7 +70,7 @@ pub fn movable(
     let is_plain = prop.kind == MEM_ALLOCATION_TYPE_PINNED
         && prop.compression_type == 0
         && prop.usage == 0
-        && prop.win32_handle_meta_data.is_null()
+        && prop.win32_handle_meta_data == 0
         && prop.gpu_direct_rdma_capable <= 1
         && prop.reserved == [0; 4];
     let is_known = match types {

@@ -107,7 +107,7 @@ pub(super) struct Mapped {
     pub(super) offset: u64,
     pub(super) len: u64,
     pub(super) handle: Handle,
-    pub(super) engine: &'static dyn Engine,
+    pub(super) engine: Engine,
 }
 
 /// A chunk whose copy is in flight.
@@ -203,7 +203,7 @@ impl Mover {
 mod tests {
     use super::*;
     use crate::memory::{
-        engine::{Flags, GRANULE, Swap},
+        engine::{Engine, Flags, GRANULE},
         fake::{EVICT_ALL, Memory},
         mover::{Goal, Step, Stop},
     };
@@ -281,7 +281,7 @@ mod tests {
             let mut mover = Mover::new();
             mover.transfers = (0..count)
                 .map(|at| Transfer {
-                    chunk: Mapped { base: at * len, offset: 0, len, handle: 0, engine: &Swap },
+                    chunk: Mapped { base: at * len, offset: 0, len, handle: 0, engine: Engine::Swap },
                     direction: Direction::Out(None),
                     event: core::ptr::null_mut(),
                 })

@@ -71,7 +71,7 @@ impl Space {
         self.allocations.values().any(|allocation| allocation.managed)
     }
 
-    pub(super) fn engine_of_range(&self, base: u64) -> &'static dyn Engine {
+    pub(super) fn engine_of_range(&self, base: u64) -> Engine {
         let flags = self.ranges.get(&base).and_then(|range| range.chunks.first()).map(|chunk| chunk.flags);
         flags.map_or(self.engine, |flags| self.engine_of(flags))
     }

@@ -48,7 +48,7 @@ use nvshare_wire::ClientMessage;
 #[derive(Debug)]
 pub struct Space {
     gpu: CUdevice,
-    engine: &'static dyn Engine,
+    engine: Engine,
     ranges: BTreeMap<u64, Range>,
     allocations: BTreeMap<u64, Allocation>,
     /// Freed allocations that earlier work may still use.
@@ -187,7 +187,7 @@ impl Range {
 
 impl Space {
     /// `total` is the size of the GPU in bytes.
-    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, env_max: u64, work: &'static Work) -> Self {
+    pub fn new(gpu: CUdevice, engine: Engine, total: u64, env_max: u64, work: &'static Work) -> Self {
         let demand_paged = !engine.copies();
         let can_rdma = !demand_paged && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let account = Account {
@@ -224,7 +224,7 @@ impl Space {
         self.account.free_within(limit)
     }
 
-    pub fn engine(&self) -> &'static dyn Engine {
+    pub fn engine(&self) -> Engine {
         self.engine
     }
 
@@ -233,8 +233,8 @@ impl Space {
     }
 
     /// The engine that moves a chunk with these flags.
-    pub(in crate::memory) fn engine_of(&self, flags: Flags) -> &'static dyn Engine {
-        if flags.managed > 0 { &engine::Managed } else { self.engine }
+    pub(in crate::memory) fn engine_of(&self, flags: Flags) -> Engine {
+        if flags.managed > 0 { Engine::Managed } else { self.engine }
     }
 
     /// The allocation that contains this address.
