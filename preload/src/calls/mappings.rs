@@ -13,7 +13,7 @@ use crate::{
     },
     registry::{
         driver_memory, shared, virtual_memory as vmm,
-        virtual_memory::{Memory, TABLE},
+        virtual_memory::{Mapping, Memory, TABLE, Table},
     },
     submit,
     sys::sync::Mutex,
@@ -112,6 +112,12 @@ pub fn drop_unused(memory: Option<Memory>) {
     }
 }
 
+/// Forgets a mapping that has ended.
+fn forget(table: &mut Table, mapping: &Mapping) {
+    drop_unused(table.unmap(mapping.at));
+    mapping.handle.into_iter().filter(|handle| !vmm::is_virtual(*handle)).for_each(driver_memory::release_mapped);
+}
+
 pub fn release(handle: Handle) -> CUresult {
     let mut table = TABLE.lock();
     if table.memory(handle).is_none() {
@@ -150,8 +156,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
         let gone = table.overlaps_of(address, size);
         let result = real();
         if result == SUCCESS {
-            gone.iter().for_each(|mapping| drop_unused(table.unmap(mapping.at)));
-            driver_memory::unmap(address, size as usize);
+            gone.iter().for_each(|mapping| forget(&mut table, mapping));
         }
         return result;
     };
@@ -167,10 +172,9 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
             None => {
                 // SAFETY: the program has requested the call.
                 unsafe { driver::cuMemUnmap(mapping.at, mapping.len as usize) };
-                driver_memory::unmap(mapping.at, mapping.len as usize);
             }
         }
-        drop_unused(table.unmap(mapping.at));
+        forget(&mut table, &mapping);
     }
     SUCCESS
 }

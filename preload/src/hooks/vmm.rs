@@ -148,8 +148,8 @@ hooks! { real, flavour;
         }
         let result = real();
         if result == SUCCESS {
-            table.map(address, size as u64, None);
-            registry::driver_memory::map(address, handle);
+            let is_counted = registry::driver_memory::retain(handle);
+            table.map(address, size as u64, is_counted.then_some(handle));
         }
         result
     }
