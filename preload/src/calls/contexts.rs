@@ -4,7 +4,7 @@
 use super::access::with_memory_of;
 use crate::{
     connection,
-    driver::{self, types::*},
+    driver::{self, query, types::*},
     gpu::{self, Gpu, peers::couple, reservation},
     memory::mover::Mover,
     registry::{driver_memory, pools, shared},
@@ -180,9 +180,9 @@ pub fn destroy_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     if !submit::is_active() {
         return real();
     }
-    let mut context = core::ptr::null_mut();
-    // SAFETY: `context` outlives the call, and `green` is the program's own green context.
-    unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
+    // SAFETY: the place is valid, and `green` is the program's own green context.
+    let context = query::handle(|context| unsafe { driver::cuCtxFromGreenCtx(context, green) });
+    let context = context.unwrap_or(core::ptr::null_mut());
     // Forgets the context before it is destroyed, so that no thread queries its work afterwards. Fences in
     // the primary context wait for that work too.
     gpu::in_use().for_each(|gpu| gpu.work.forget_foreign(context));

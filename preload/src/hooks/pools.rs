@@ -55,9 +55,8 @@ fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl F
 
 /// Returns the pool from which the GPU allocates if the program names none.
 fn current_pool(gpu: &Gpu) -> Option<CUmemoryPool> {
-    let mut pool = core::ptr::null_mut();
-    // SAFETY: `pool` outlives the call.
-    (unsafe { driver::cuDeviceGetMemPool(&mut pool, gpu.index as CUdevice) } == SUCCESS).then_some(pool)
+    // SAFETY: the place is valid.
+    query::handle(|pool| unsafe { driver::cuDeviceGetMemPool(pool, gpu.index as CUdevice) }).ok()
 }
 
 /// Allocates from `pool`, or from the current pool of the stream's GPU if `pool` is `None`.

@@ -71,9 +71,8 @@ static SHARING: AtomicU64 = AtomicU64::new(0);
 /// containers, creates a chunk that is not exportable.
 fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
     let create = |flags| {
-        let mut handle = 0;
-        // SAFETY: `handle` and the properties outlive the call.
-        check(unsafe { cuMemCreate(&mut handle, len as usize, &properties(gpu, flags), 0) }).map(|()| handle)
+        // SAFETY: the place is valid, and the properties outlive the call.
+        query::value(|handle| unsafe { cuMemCreate(handle, len as usize, &properties(gpu, flags), 0) })
     };
     match create(flags) {
         Err(error) if error != ERROR_OUT_OF_MEMORY && flags.exportable && Engine::Swap.shares(gpu) => {
@@ -105,15 +104,13 @@ impl Engine {
 
     /// Reserves addresses for `len` bytes. The addresses have no memory yet if the engine supports that.
     pub fn reserve(self, len: u64) -> Result<u64, CUresult> {
-        let mut base = 0;
-        // SAFETY: `base` outlives the call.
-        check(unsafe {
+        // SAFETY: the place is valid.
+        query::value(|base| unsafe {
             match self {
-                Self::Swap => cuMemAddressReserve(&mut base, len as usize, GRANULE as usize, 0, 0),
-                Self::Managed => cuMemAllocManaged(&mut base, len as usize, MEM_ATTACH_GLOBAL),
+                Self::Swap => cuMemAddressReserve(base, len as usize, GRANULE as usize, 0, 0),
+                Self::Managed => cuMemAllocManaged(base, len as usize, MEM_ATTACH_GLOBAL),
             }
-        })?;
-        Ok(base)
+        })
     }
 
     /// Frees the addresses. Returns `false` if only a thread of the program can free them.

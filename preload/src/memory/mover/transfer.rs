@@ -2,7 +2,7 @@
 
 use super::Mover;
 use crate::{
-    driver::{self, check, context::is_dead, types::*},
+    driver::{self, context::is_dead, query, types::*},
     env::trace::trace,
     memory::{
         engine::{CHUNK, Engine},
@@ -39,9 +39,8 @@ pub(super) struct CopyContext {
 impl CopyContext {
     /// Creates the objects that copies need in `context`, which is current.
     pub(super) fn new(context: usize) -> Result<Self, CUresult> {
-        let mut stream = core::ptr::null_mut();
-        // SAFETY: `stream` outlives the call.
-        check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) })?;
+        // SAFETY: the place is valid.
+        let stream = query::handle(|stream| unsafe { driver::cuStreamCreate(stream, STREAM_NON_BLOCKING) })?;
         // If all events are in use, a transfer creates another.
         let events = (0..FIRST_EVENTS).map_while(|_| new_event()).collect();
         trace!("memory can be moved in context {context:#x}");
@@ -95,9 +94,8 @@ impl CopyContext {
 }
 
 fn new_event() -> Option<CUevent> {
-    let mut event = core::ptr::null_mut();
-    // SAFETY: `event` outlives the call.
-    check(unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }).ok().map(|()| event)
+    // SAFETY: the place is valid.
+    query::handle(|event| unsafe { driver::cuEventCreate(event, EVENT_DISABLE_TIMING) }).ok()
 }
 
 /// A chunk that is mapped on the GPU. The mover has taken it out of the space.

@@ -5,7 +5,7 @@
 use super::handle::{ExportHandle, RangeId};
 use crate::{
     connection::outbox,
-    driver::{self, check, types::*},
+    driver::{self, check, query, types::*},
     env::trace::trace,
     gpu::{self, Gpu},
     memory::{engine::GRANULE, space::Allocation},
@@ -87,9 +87,8 @@ pub fn introduce(gpu: &Gpu) {
 
 impl Import {
     pub fn reserve(bytes: u64, user: &'static Gpu) -> Result<Self, CUresult> {
-        let mut at = 0;
-        // SAFETY: `at` outlives the call.
-        check(unsafe { driver::cuMemAddressReserve(&mut at, bytes as usize, GRANULE as usize, 0, 0) })?;
+        // SAFETY: the place is valid.
+        let at = query::value(|at| unsafe { driver::cuMemAddressReserve(at, bytes as usize, GRANULE as usize, 0, 0) })?;
         Ok(Self { at, bytes, mapped: 0, user, home: None, opens: Vec::new(), adopted: false, closing: None })
     }
 
