@@ -15,7 +15,6 @@ use crate::{
         driver_memory, shared, virtual_memory as vmm,
         virtual_memory::{Mapping, Memory, TABLE, Table},
     },
-    submit,
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -27,12 +26,6 @@ pub fn whole(len: u64) -> bool {
     len != 0 && len.is_multiple_of(GRANULE)
 }
 
-/// Whether this is a virtual handle, which this library has created. In the child of a fork the result
-/// does not matter, because the driver refuses every call there.
-pub fn is_ours(handle: Handle) -> bool {
-    submit::is_active() && vmm::is_virtual(handle)
-}
-
 /// Attaches the GPU on which a program creates memory. The program need not have a context there:
 /// services that create memory for other processes have none. Returns `false` if the GPU has no room.
 pub fn attach(prop: *const AllocationProp) -> bool {
@@ -41,13 +34,10 @@ pub fn attach(prop: *const AllocationProp) -> bool {
     let device = location.filter(|location| location.kind == MEM_LOCATION_TYPE_DEVICE).map(|location| location.id);
     // A GPU that has refused this program may have room now.
     let is_missing = |device: &CUdevice| gpu::by_ordinal(*device).is_none_or(Gpu::is_refused);
-    let Some(device) = device.filter(|device| submit::is_active() && is_missing(device)) else { return true };
-    let is_admitted = || {
-        let is_admitted = Gpu::attach(device, shared::introduce);
-        connection::wake();
-        is_admitted
-    };
-    crate::sys::errno::preserve(is_admitted)
+    let Some(device) = device.filter(is_missing) else { return true };
+    let is_admitted = Gpu::attach(device, shared::introduce);
+    connection::wake();
+    is_admitted
 }
 
 /// Returns the GPU, its space and the flags if this call creates movable memory, that is, plain memory
@@ -61,7 +51,7 @@ pub fn movable(
     prop: *const AllocationProp,
     flags: u64,
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
-    let gpu = if submit::is_active() { driver_memory::gpu_of(prop) } else { None }?;
+    let gpu = driver_memory::gpu_of(prop)?;
     let space = gpu.space().filter(|space| gpu.work.has_contexts() && space.lock().engine().copies())?;
     // SAFETY: `prop` is the program's pointer, which the driver would dereference too. It is not NULL,
     // because `gpu_of` found a GPU.
@@ -239,6 +229,7 @@ mod tests {
         connection::fake::Scheduler,
         driver::fake::{Driver, until},
         gpu::limit_request::{Outcome, raise},
+        submit,
     };
     use nvshare_wire::ClientMessage;
     use std::thread;

@@ -10,7 +10,7 @@
 //!
 //! [`query`]: queries without side effects.
 //!
-//! [`hook`]: the declaration of interposed functions.
+//! [`hook`]: the list of interposed functions.
 //!
 //! [`redirect`]: patches symbol tables so that lookups of driver functions yield hooks.
 //!

@@ -2,7 +2,7 @@
 
 use crate::{
     calls::driver_memory::{allocate, free},
-    driver::{hook::hooks, types::*},
+    driver::types::*,
     gpu,
     registry::driver_memory::Kind,
 };

@@ -9,7 +9,7 @@ use crate::{
         driver_memory,
     },
     connection,
-    driver::{self, context::current_or_null, hook::hooks, put, query, types::*},
+    driver::{self, context::current_or_null, put, query, types::*},
     env::{settings, trace::trace},
     gpu::{self, Gpu, peers::couple},
     memory::space::{Allocated, Backing, Space, has_pending_frees},
@@ -67,8 +67,8 @@ fn allocate(
     stream: CUstream,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    let is_possible = submit::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
-    if is_possible && let Some(allocated) = crate::sys::errno::preserve(|| allocate_movable(size, pool, stream)) {
+    let is_possible = !place.is_null() && size > 0 && settings::get().movable_pools;
+    if is_possible && let Some(allocated) = allocate_movable(size, pool, stream) {
         return match allocated {
             Ok(address) => {
                 // SAFETY: `place` is the program's own pointer and not NULL.
@@ -154,8 +154,8 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
 }
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if submit::is_active() && settings::get().movable_pools {
-        match crate::sys::errno::preserve(|| free_in_pool(address, stream)) {
+    if settings::get().movable_pools {
+        match free_in_pool(address, stream) {
             Freed::Done => return SUCCESS,
             Freed::Impossible => return real(),
             Freed::NotOurs => {}
@@ -272,24 +272,22 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
 
 /// Runs `then` if the call has succeeded and this library may serve pools.
 fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
-    if result == SUCCESS && submit::is_active() && settings::get().movable_pools {
-        crate::sys::errno::preserve(then);
+    if result == SUCCESS && settings::get().movable_pools {
+        then();
     }
     result
 }
 
 fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !(submit::is_active() && settings::get().movable_pools) {
+    if !settings::get().movable_pools {
         return real();
     }
-    let taken = crate::sys::errno::preserve(|| pools::take(pool as u64));
+    let taken = pools::take(pool as u64);
     let result = real();
-    crate::sys::errno::preserve(|| {
-        if result != SUCCESS {
-            taken.restore();
-        }
-        connection::wake(); // the client's thread frees memory that work still uses
-    });
+    if result != SUCCESS {
+        taken.restore();
+    }
+    connection::wake(); // the client's thread frees memory that work still uses
     result
 }
 
@@ -320,7 +318,9 @@ hooks! { real, flavour;
         after(real(), || unsafe { add_statistics(pool, which, value) })
     }
     [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }
+}
 
+hooks! { always real, flavour;
     [cuStreamSynchronize | cuStreamSynchronize_ptsz] (stream: CUstream) {
         wait_for_work(|| Wait::Stream(flavour.stream(stream)), real)
     }

@@ -2,7 +2,7 @@
 //! memory is short, the scheduler makes room and the call is repeated ([`crate::gpu::reservation`]).
 
 use crate::{
-    driver::{hook::hooks, types::*},
+    driver::types::*,
     gpu::reservation::retry,
     sys::errno,
 };
@@ -48,7 +48,7 @@ fn make_stream(flags: u32) {
     }
 }
 
-hooks! { real, flavour;
+hooks! { always real, flavour;
     [cuModuleLoad] (module: P, path: *const c_char) { retry(real) }
     [cuModuleLoadData | cuModuleLoadFatBinary] (module: P, image: P) { retry(real) }
     [cuModuleLoadDataEx] (module: P, image: P, n: u32, options: P, values: P) { retry_with(n, values, real) }

@@ -119,9 +119,6 @@ pub fn synchronize<R>(call: impl FnOnce() -> R) -> Option<R> {
 
 /// Implements all versions of `cuStreamBeginCapture`.
 pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
-    if !is_active() {
-        return call();
-    }
     // The context must be queried before the stream captures.
     let context = context_of(stream).unwrap_or(core::ptr::null_mut());
     let _start = STARTING.write();
