@@ -31,21 +31,28 @@ pub fn read(path: &CStr) -> Vec<u8> {
 pub fn each_open(mut visit: impl FnMut(RawFd, CString) -> bool) -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(folder) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return false };
+    let mut is_shown = true;
+    let is_read = each_number(&folder, |number, name| match rustix::fs::readlinkat(&folder, name, Vec::new()) {
+        Ok(path) => visit(number, path),
+        Err(Errno::NOENT) => true, // the program has closed it since
+        Err(_) => {
+            is_shown = false;
+            false
+        }
+    });
+    is_read && is_shown
+}
+
+/// Calls `visit` with each entry of a directory whose name is a number, until `visit` returns `false`.
+/// Returns `false` if the directory cannot be read.
+pub fn each_number(folder: impl AsFd, mut visit: impl FnMut(i32, &CStr) -> bool) -> bool {
     let mut buffer = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(&folder, &mut buffer);
+    let mut entries = RawDir::new(folder, &mut buffer);
     while let Some(entry) = entries.next() {
         let Ok(entry) = entry else { return false };
-        let Some(number) = str::from_utf8(entry.file_name().to_bytes()).ok().and_then(|name| name.parse().ok()) else {
-            continue; // `.` and `..`
-        };
-        match rustix::fs::readlinkat(&folder, entry.file_name(), Vec::new()) {
-            Ok(path) => {
-                if !visit(number, path) {
-                    break;
-                }
-            }
-            Err(Errno::NOENT) => {} // the program has closed it since
-            Err(_) => return false,
+        let number = str::from_utf8(entry.file_name().to_bytes()).ok().and_then(|name| name.parse().ok());
+        if number.is_some_and(|number| !visit(number, entry.file_name())) {
+            break;
         }
     }
     true
