@@ -36,7 +36,7 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
 /// they could not be sent.
 pub fn announce(socket: &Socket, version: u16) -> bool {
     let send = |message: &ClientMessage| socket.wait_for_room() && socket.send(message.encode(version).as_bytes());
-    settings::get().limits.messages().iter().all(send) && gangs::announce(send)
+    settings::get().limits.iter().all(send) && gangs::announce(send)
 }
 
 /// A handshake that waits for its answer.

@@ -123,23 +123,15 @@ pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     if is_gone(0) || is_gone(1) {
         return [is_gone(0), is_gone(1)];
     }
-    let mut ready = [false; 2];
-    match open {
-        [Some(a), Some(b)] => {
-            let mut entries = [PollFd::from_borrowed_fd(a, PollFlags::IN), PollFd::from_borrowed_fd(b, PollFlags::IN)];
-            let _ = poll(&mut entries, Some(&timeout));
-            ready = entries.map(|entry| !entry.revents().is_empty());
-        }
-        [Some(one), None] | [None, Some(one)] => {
-            let mut entries = [PollFd::from_borrowed_fd(one, PollFlags::IN)];
-            let _ = poll(&mut entries, Some(&timeout));
-            ready[usize::from(open[0].is_none())] = !entries[0].revents().is_empty();
-        }
-        [None, None] => {
-            let _ = rustix::thread::nanosleep(&timeout);
-        }
-    }
-    ready
+    // A socket that is missing is replaced by the other one.
+    let (Some(first), Some(second)) = (open[0].or(open[1]), open[1].or(open[0])) else {
+        let _ = rustix::thread::nanosleep(&timeout);
+        return [false; 2];
+    };
+    let mut entries = [first, second].map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN));
+    let _ = poll(&mut entries, Some(&timeout));
+    let is_ready = |at: usize| open[at].is_some() && !entries[at].revents().is_empty();
+    [is_ready(0), is_ready(1)]
 }
 
 /// Describes the error of a system call in words for the user.
