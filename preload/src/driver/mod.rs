@@ -161,12 +161,8 @@ macro_rules! functions {
         /// The addresses of the real functions.
         #[allow(non_upper_case_globals)]
         pub mod address {
-            use super::Function;
-            use core::ffi::CStr;
-            const fn name(bytes: &'static [u8]) -> &'static CStr {
-                match CStr::from_bytes_with_nul(bytes) { Ok(name) => name, Err(_) => c"" }
-            }
-            $( pub static $name: Function = Function::new(name(concat!(stringify!($name), "\0").as_bytes())); )*
+            use super::{Function, hook::c_name};
+            $( pub static $name: Function = Function::new(c_name(concat!(stringify!($name), "\0").as_bytes())); )*
         }
         $(
             /// Calls the driver's function of this name. Passes pointers on unchanged, so the caller must satisfy

@@ -84,7 +84,8 @@ fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
     }
 }
 
-fn bit(gpu: CUdevice) -> u64 {
+/// The bit of a GPU in a set.
+pub fn bit(gpu: CUdevice) -> u64 {
     u32::try_from(gpu).ok().and_then(|gpu| 1u64.checked_shl(gpu)).unwrap_or(0)
 }
 

@@ -17,7 +17,7 @@
 use super::{Allocated, Allocation, RangeKind, Space};
 use crate::{
     driver::types::*,
-    memory::engine::GRANULE,
+    memory::engine::{GRANULE, bit},
     submit::{Fence, Work},
 };
 use alloc::vec::Vec;
@@ -185,10 +185,6 @@ impl Space {
         segments.into_iter().for_each(|base| self.drop_range(base));
         before.saturating_sub(self.account.demand)
     }
-}
-
-fn bit(gpu: CUdevice) -> u64 {
-    u32::try_from(gpu).ok().and_then(|gpu| 1u64.checked_shl(gpu)).unwrap_or(0)
 }
 
 #[cfg(test)]

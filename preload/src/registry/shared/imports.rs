@@ -8,7 +8,10 @@ use crate::{
     driver::{self, check, query, types::*},
     env::trace::trace,
     gpu::{self, Gpu},
-    memory::{engine::GRANULE, space::Allocation},
+    memory::{
+        engine::{self, GRANULE},
+        space::Allocation,
+    },
     submit::Fence,
     sys::sync::{Guard, Mutex, Rank},
 };
@@ -115,10 +118,7 @@ impl Import {
     }
 
     pub fn give_access(&self) -> Result<(), CUresult> {
-        let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: self.user.index as CUdevice };
-        let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-        // SAFETY: `access` outlives the call, and the whole range is mapped.
-        check(unsafe { driver::cuMemSetAccess(self.at, self.bytes as usize, &access, 1) }).map_err(|_| ERROR_MAP_FAILED)
+        engine::let_in(self.user.index as CUdevice, self.at, self.bytes).map_err(|_| ERROR_MAP_FAILED)
     }
 
     /// Unmaps the range and frees its addresses. No running work may use it.
