@@ -9,6 +9,7 @@ use crate::{
     driver::{
         self, check,
         context::{current_context, is_current_broken},
+        put_result,
         types::*,
     },
     env::{settings, trace::trace},
@@ -56,20 +57,26 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
         Err(error) => return error,
     };
     let beyond = settings::get().oversubscribe;
-    let result = with_retries(gpu, space, size, false, |space| space.allocate(size as u64, context, beyond, &gpu.work));
+    let take = |space: &mut Space| space.allocate(size as u64, context, beyond, &gpu.work);
+    let allocated = allocate_backed(gpu, space, size, take, Space::undo);
+    // SAFETY: `place` is the program's pointer, and not NULL.
+    unsafe { put_result(place, allocated) }
+}
+
+/// Allocates memory with `take`, and waits until it is on the GPU, if it must be there
+/// ([`is_backed_in_time`]). `undo` frees the memory. Returns its address.
+pub fn allocate_backed(
+    gpu: &'static Gpu,
+    space: &Mutex<Space>,
+    size: Size,
+    take: impl Fn(&mut Space) -> Result<Allocated, CUresult>,
+    undo: impl FnOnce(&mut Space, u64),
+) -> Result<u64, CUresult> {
+    let result = with_retries(gpu, space, size, false, take);
     trace!("GPU {}: allocation of {size} bytes: {result:x?}", gpu.index);
-    match result {
-        Ok(Allocated { backing, address }) => {
-            let undo = |space: &mut Space| space.undo(address);
-            if !is_backed_in_time(gpu, space, backing, undo) {
-                return ERROR_OUT_OF_MEMORY;
-            }
-            // SAFETY: `place` is the program's pointer, and not NULL.
-            unsafe { *place = address };
-            SUCCESS
-        }
-        Err(error) => error,
-    }
+    let Allocated { address, backing } = result?;
+    let is_backed = is_backed_in_time(gpu, space, backing, |space| undo(space, address));
+    if is_backed { Ok(address) } else { Err(ERROR_OUT_OF_MEMORY) }
 }
 
 /// Waits until new memory is on the GPU, in three cases:
@@ -80,12 +87,7 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
 /// - Captured work or other devices may use the memory without passing a gate.
 ///
 /// If no room can be made, undoes the allocation and returns `false`.
-pub fn is_backed_in_time(
-    gpu: &'static Gpu,
-    space: &Mutex<Space>,
-    backing: Backing,
-    undo: impl FnOnce(&mut Space),
-) -> bool {
+fn is_backed_in_time(gpu: &'static Gpu, space: &Mutex<Space>, backing: Backing, undo: impl FnOnce(&mut Space)) -> bool {
     // If a thread waited here inside the gate, the client could not drain.
     let is_inside = !threads::mine().is_outside_for(stack_pointer());
     if backing == Backing::There || is_inside {
@@ -175,7 +177,7 @@ pub fn usable_context() -> Result<Option<usize>, CUresult> {
 }
 
 /// Allocates managed memory or other memory. If none is available, retries for a limited time.
-pub fn with_retries<T>(
+fn with_retries<T>(
     gpu: &Gpu,
     space: &Mutex<Space>,
     size: Size,

@@ -4,8 +4,8 @@
 use super::allocate;
 use crate::{
     connection,
-    driver::{self, query, types::*},
-    env::{settings, trace::trace},
+    driver::{self, put_result, query, types::*},
+    env::settings,
     gpu::{self, Gpu, peers},
     memory::{
         engine::{Flags, GRANULE, has},
@@ -78,21 +78,10 @@ pub fn movable(
 
 pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space>, flags: Flags) -> CUresult {
     let beyond = settings::get().oversubscribe;
-    let made =
-        allocate::with_retries(gpu, space, size, false, |space| space.create(size as u64, flags, beyond, &gpu.work));
-    trace!("GPU {}: creation of {size} bytes: {made:x?}", gpu.index);
-    match made {
-        Ok((base, backing)) => {
-            if !allocate::is_backed_in_time(gpu, space, backing, |space| space.destroy(base)) {
-                return ERROR_OUT_OF_MEMORY;
-            }
-            let handle = TABLE.lock().add(gpu, base, size as u64, flags);
-            // SAFETY: `place` is the program's pointer, and not NULL.
-            unsafe { place.write(handle) };
-            SUCCESS
-        }
-        Err(error) => error,
-    }
+    let take = |space: &mut Space| space.create(size as u64, flags, beyond, &gpu.work);
+    let base = allocate::allocate_backed(gpu, space, size, take, Space::destroy);
+    // SAFETY: `place` is the program's pointer, and not NULL.
+    unsafe { put_result(place, base.map(|base| TABLE.lock().add(gpu, base, size as u64, flags))) }
 }
 
 /// Frees memory that has no references.

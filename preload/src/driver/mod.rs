@@ -83,6 +83,22 @@ pub unsafe fn put<T>(place: *mut T, value: T) {
     }
 }
 
+/// Answers a call of the program: writes the value to the place that the program has passed, or returns the
+/// error.
+///
+/// # Safety
+/// As for [`put`].
+pub unsafe fn put_result<T>(place: *mut T, result: Result<T, CUresult>) -> CUresult {
+    match result {
+        Ok(value) => {
+            // SAFETY: the caller's contract.
+            unsafe { put(place, value) };
+            SUCCESS
+        }
+        Err(error) => error,
+    }
+}
+
 /// Looks up the driver's export with this name, for an [`Entry`]. Loads the driver. Returns `None` if the
 /// driver cannot be loaded, and `Some(None)` if it lacks the export.
 #[cfg(not(test))]

@@ -5,11 +5,12 @@
 
 use crate::{
     calls::allocate,
-    driver::{context::is_current_broken, types::*},
+    driver::{context::is_current_broken, put_result, types::*},
     gpu,
+    memory::space::NotExported,
     registry::{
         self,
-        shared::{self, Attempt, IpcHandle},
+        shared::{self, IpcHandle},
     },
     submit::{self, closed},
     sys::time::{self, Instant},
@@ -35,19 +36,19 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
     let begin = Instant::now();
     loop {
         match shared::export(gpu, address) {
-            Attempt::Done(handle) => {
+            Ok(handle) => {
                 // SAFETY: `place` is the program's own pointer and not NULL.
                 unsafe { place.write_unaligned(MemHandle(handle)) };
                 return SUCCESS;
             }
-            Attempt::Impossible => return real(),
-            Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !submit::is_active() => {
+            Err(NotExported::Impossible) => return real(),
+            Err(NotExported::Away) if begin.elapsed() >= RETURN_TIMEOUT || !submit::is_active() => {
                 return ERROR_OUT_OF_MEMORY;
             }
             // The scheduler makes room for clients that request the lock, so this thread
             // requests the lock. But the thread waits only for the memory, and not for the
             // lock.
-            Attempt::Away => gpu.wait(closed::MEMORY),
+            Err(NotExported::Away) => gpu.wait(closed::MEMORY),
         }
         time::sleep(POLL_INTERVAL);
     }
@@ -63,14 +64,8 @@ fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOn
         Ok(None) => return real(),
         Err(error) => return error,
     };
-    match shared::open(&handle.0, gpu, context) {
-        Ok(address) => {
-            // SAFETY: `place` is the program's own pointer and not NULL.
-            unsafe { place.write_unaligned(address) };
-            SUCCESS
-        }
-        Err(error) => error,
-    }
+    // SAFETY: `place` is the program's own pointer and not NULL.
+    unsafe { put_result(place, shared::open(&handle.0, gpu, context)) }
 }
 
 hooks! { real, flavour;

@@ -5,12 +5,12 @@
 
 use crate::{
     calls::{
-        allocate::{change, free_later, is_backed_in_time, with_retries},
+        allocate::{allocate_backed, change, free_later},
         driver_memory,
     },
     connection,
-    driver::{self, context::current_or_null, put, query, types::*},
-    env::{settings, trace::trace},
+    driver::{self, context::current_or_null, put, put_result, query, types::*},
+    env::settings,
     gpu::{self, Gpu, peers::couple},
     memory::space::{Allocated, Backing, Space, has_pending_frees},
     registry::{
@@ -69,14 +69,8 @@ fn allocate(
 ) -> CUresult {
     let is_possible = !place.is_null() && size > 0 && settings::get().movable_pools;
     if is_possible && let Some(allocated) = allocate_movable(size, pool, stream) {
-        return match allocated {
-            Ok(address) => {
-                // SAFETY: `place` is the program's own pointer and not NULL.
-                unsafe { *place = address };
-                SUCCESS
-            }
-            Err(error) => error,
-        };
+        // SAFETY: `place` is the program's own pointer and not NULL.
+        return unsafe { put_result(place, allocated) };
     }
     allocate_pinned(place, size, stream, real)
 }
@@ -101,14 +95,8 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
         Some(address) => Ok(Allocated { address, backing: Backing::There }),
         None => space.allocate_with_pool(pool as u64, size as u64, beyond, &gpu.work),
     };
-    let result = with_retries(gpu, space, size, false, take).and_then(|Allocated { backing, address }| {
-        let undo = |space: &mut Space| space.undo_in_pool(address, &gpu.work);
-        if is_backed_in_time(gpu, space, backing, undo) { Ok(address) } else { Err(ERROR_OUT_OF_MEMORY) }
-    });
-    if let Err(error) = result {
-        trace!("GPU {}: allocation of {size} bytes from a pool: {error}", gpu.index);
-    }
-    Some(result)
+    let undo = |space: &mut Space, address| space.undo_in_pool(address, &gpu.work);
+    Some(allocate_backed(gpu, space, size, take, undo))
 }
 
 /// The outcome of a free.

@@ -259,7 +259,8 @@ mod tests {
     fn a_chunk_that_cannot_be_mapped_at_its_aliases_returns_to_host_memory() {
         const ALIAS: u64 = 0x100_0000;
         let memory = Memory::new();
-        let (base, _) = memory.space.lock().create(GRANULE, Flags::default(), false, memory.work).expect("room");
+        let created = memory.space.lock().create(GRANULE, Flags::default(), false, memory.work);
+        let base = created.expect("room").address;
         memory.space.lock().add_alias(base, ALIAS).expect("the driver maps it");
         memory.driver.write(ALIAS, 9);
         assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });

@@ -60,9 +60,7 @@ impl Space {
         }
         let base = make()?;
         self.add_range(base, len, RangeKind::Single, Flags { managed: size, ..Flags::default() })?;
-        let id = self.next_id;
-        self.next_id += 1;
-        self.allocations.insert(base, Allocation { base, size, id, context, managed: true, pool: 0, range: base });
+        self.add_allocation(Allocation { base, size, id: 0, context, managed: true, pool: 0, range: base });
         Ok(base)
     }
 

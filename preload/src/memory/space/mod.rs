@@ -17,7 +17,7 @@ mod managed;
 mod mapping;
 mod pools;
 
-pub use export::{Export, Exported, Opening};
+pub use export::{Exported, NotExported, Opening};
 pub use managed::Unfreed;
 pub use pools::has_pending_frees;
 
@@ -254,11 +254,14 @@ impl Space {
             let (base, backing) = self.make_range(len, RangeKind::Single, self.flags, beyond)?;
             (base, base, backing)
         };
-        let id = self.next_id;
-        self.next_id += 1;
-        self.allocations
-            .insert(address, Allocation { base: address, size, id, context, managed: false, pool: 0, range });
+        self.add_allocation(Allocation { base: address, size, id: 0, context, managed: false, pool: 0, range });
         Ok(Allocated { address, backing })
+    }
+
+    /// Adds an allocation under the next id.
+    fn add_allocation(&mut self, allocation: Allocation) {
+        self.allocations.insert(allocation.base, Allocation { id: self.next_id, ..allocation });
+        self.next_id += 1;
     }
 
     fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, Backing), CUresult> {
@@ -278,12 +281,13 @@ impl Space {
         }
     }
 
-    /// Allocates memory for `cuMemCreate`, at an address that the program does not know. Returns the base
-    /// of its range.
-    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
+    /// Allocates memory for `cuMemCreate`, at an address that the program does not know: the base of its
+    /// range.
+    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
         self.release_unused_pools_for(len, work);
-        self.make_range(len, RangeKind::Created, flags, beyond)
+        let (address, backing) = self.make_range(len, RangeKind::Created, flags, beyond)?;
+        Ok(Allocated { address, backing })
     }
 
     /// Frees a range from [`create`](Self::create) that is no longer mapped or referenced.
