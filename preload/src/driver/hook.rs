@@ -1,4 +1,4 @@
-//! The list of hooks, and what a NULL stream means in them. [`crate::hooks`] declares the hooks.
+//! The list of hooks, and the meaning of a NULL stream in each. [`crate::hooks`] declares the hooks.
 
 use crate::driver::{
     Function,
