@@ -12,7 +12,6 @@ use crate::{
         self,
         virtual_memory::{Mapping, Memory, TABLE},
     },
-    submit,
 };
 use core::ffi::c_void;
 
@@ -98,9 +97,6 @@ struct AddressInfo {
 /// Answers a query about an address at which the program has mapped memory of this library. The memory
 /// does not move until `answer` returns. Returns `None` if the address has no such mapping.
 fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
-    if !submit::is_active() {
-        return None;
-    }
     let table = TABLE.lock();
     let (mapping, memory) = table.at(address)?;
     let mut space = memory.gpu.space()?.lock();

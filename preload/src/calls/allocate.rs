@@ -9,6 +9,7 @@ use crate::{
     driver::{
         self, check,
         context::{current_context, is_current_broken},
+        put_result,
         types::*,
     },
     env::{settings, trace::trace},
@@ -48,31 +49,34 @@ const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let gpu = if submit::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
+    let gpu = if !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
-    crate::sys::errno::preserve(|| {
-        let context = match usable_context() {
-            Ok(Some(context)) => context,
-            Ok(None) => return real(),
-            Err(error) => return error,
-        };
-        let beyond = settings::get().oversubscribe;
-        let result =
-            with_retries(gpu, space, size, false, |space| space.allocate(size as u64, context, beyond, &gpu.work));
-        trace!("GPU {}: allocation of {size} bytes: {result:x?}", gpu.index);
-        match result {
-            Ok(Allocated { backing, address }) => {
-                let undo = |space: &mut Space| space.undo(address);
-                if !is_backed_in_time(gpu, space, backing, undo) {
-                    return ERROR_OUT_OF_MEMORY;
-                }
-                // SAFETY: `place` is the program's pointer, and not NULL.
-                unsafe { *place = address };
-                SUCCESS
-            }
-            Err(error) => error,
-        }
-    })
+    let context = match usable_context() {
+        Ok(Some(context)) => context,
+        Ok(None) => return real(),
+        Err(error) => return error,
+    };
+    let beyond = settings::get().oversubscribe;
+    let take = |space: &mut Space| space.allocate(size as u64, context, beyond, &gpu.work);
+    let allocated = allocate_backed(gpu, space, size, take, Space::undo);
+    // SAFETY: `place` is the program's pointer, and not NULL.
+    unsafe { put_result(place, allocated) }
+}
+
+/// Allocates memory with `take`, and waits until it is on the GPU, if it must be there
+/// ([`is_backed_in_time`]). `undo` frees the memory. Returns its address.
+pub fn allocate_backed(
+    gpu: &'static Gpu,
+    space: &Mutex<Space>,
+    size: Size,
+    take: impl Fn(&mut Space) -> Result<Allocated, CUresult>,
+    undo: impl FnOnce(&mut Space, u64),
+) -> Result<u64, CUresult> {
+    let result = with_retries(gpu, space, size, false, take);
+    trace!("GPU {}: allocation of {size} bytes: {result:x?}", gpu.index);
+    let Allocated { address, backing } = result?;
+    let is_backed = is_backed_in_time(gpu, space, backing, |space| undo(space, address));
+    if is_backed { Ok(address) } else { Err(ERROR_OUT_OF_MEMORY) }
 }
 
 /// Waits until new memory is on the GPU, in three cases:
@@ -83,12 +87,7 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
 /// - Captured work or other devices may use the memory without passing a gate.
 ///
 /// If no room can be made, undoes the allocation and returns `false`.
-pub fn is_backed_in_time(
-    gpu: &'static Gpu,
-    space: &Mutex<Space>,
-    backing: Backing,
-    undo: impl FnOnce(&mut Space),
-) -> bool {
+fn is_backed_in_time(gpu: &'static Gpu, space: &Mutex<Space>, backing: Backing, undo: impl FnOnce(&mut Space)) -> bool {
     // If a thread waited here inside the gate, the client could not drain.
     let is_inside = !threads::mine().is_outside_for(stack_pointer());
     if backing == Backing::There || is_inside {
@@ -147,29 +146,27 @@ pub fn wait_beside_capture(gpu: &Gpu) {
 /// demand like other memory.
 pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
     let counted = || driver_memory::allocate(gpu::current(), Kind::Managed, place, size as u64, &real);
-    let movable = submit::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
+    let movable = !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
     let gpu = if movable { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
     if !engine::can_prefetch(gpu.index as CUdevice) {
         return counted();
     }
-    crate::sys::errno::preserve(|| {
-        let context = match usable_context() {
-            Ok(Some(context)) => context,
-            Ok(None) => return real(),
-            Err(error) => return error,
-        };
-        let beyond = settings::get().oversubscribe;
-        let make = || {
-            check(real())?;
-            // SAFETY: the driver has just written the address there.
-            Ok(unsafe { place.read() })
-        };
-        let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
-        let result = with_retries(gpu, space, size, true, take);
-        trace!("GPU {}: allocation of {size} managed bytes: {result:x?}", gpu.index);
-        result.map_or_else(|error| error, |_| SUCCESS)
-    })
+    let context = match usable_context() {
+        Ok(Some(context)) => context,
+        Ok(None) => return real(),
+        Err(error) => return error,
+    };
+    let beyond = settings::get().oversubscribe;
+    let make = || {
+        check(real())?;
+        // SAFETY: the driver has just written the address there.
+        Ok(unsafe { place.read() })
+    };
+    let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
+    let result = with_retries(gpu, space, size, true, take);
+    trace!("GPU {}: allocation of {size} managed bytes: {result:x?}", gpu.index);
+    result.map_or_else(|error| error, |_| SUCCESS)
 }
 
 /// Returns the current context, or `None` if that context does not work. The driver must then return
@@ -180,7 +177,7 @@ pub fn usable_context() -> Result<Option<usize>, CUresult> {
 }
 
 /// Allocates managed memory or other memory. If none is available, retries for a limited time.
-pub fn with_retries<T>(
+fn with_retries<T>(
     gpu: &Gpu,
     space: &Mutex<Space>,
     size: Size,
@@ -264,7 +261,7 @@ pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) 
         }
         true
     };
-    submit::is_active() && crate::sys::errno::preserve(|| gpu::in_use().any(free))
+    gpu::in_use().any(free)
 }
 
 /// Runs `change`, which frees memory, and updates the account. If some memory can only be freed later,
@@ -308,5 +305,5 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
         gpu.change(|space| space.end_of_freeing(freeing, result == SUCCESS));
         Some(result)
     };
-    if submit::is_active() { crate::sys::errno::preserve(|| gpu::in_use().find_map(free)) } else { None }
+    gpu::in_use().find_map(free)
 }

@@ -4,7 +4,7 @@
 use super::access::with_memory_of;
 use crate::{
     connection,
-    driver::{self, types::*},
+    driver::{self, query, types::*},
     gpu::{self, Gpu, peers::couple, reservation},
     memory::mover::Mover,
     registry::{driver_memory, pools, shared},
@@ -25,10 +25,7 @@ const CONTEXT_RETRY: Duration = Duration::from_millis(5);
 
 /// Creates a context on this GPU, and registers it with the library.
 pub fn create_context(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
-    if !submit::is_active() {
-        return real();
-    }
-    if !crate::sys::errno::preserve(|| Gpu::attach(device, shared::introduce)) {
+    if !Gpu::attach(device, shared::introduce) {
         return ERROR_OUT_OF_MEMORY;
     }
     let begin = Instant::now();
@@ -36,7 +33,7 @@ pub fn create_context(device: CUdevice, place: *mut CUcontext, real: impl Fn() -
         // The scheduler has made room, but a program that has just ended may still be releasing its memory.
         match real() {
             ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_TIMEOUT => {
-                crate::sys::errno::preserve(|| time::sleep(CONTEXT_RETRY))
+                time::sleep(CONTEXT_RETRY)
             }
             result => break result,
         }
@@ -48,13 +45,11 @@ pub fn create_context(device: CUdevice, place: *mut CUcontext, real: impl Fn() -
         submit::target::add_context(*context);
     }
     if let (Some(context), Some(gpu)) = (context, gpu::by_ordinal(device)) {
-        crate::sys::errno::preserve(|| {
-            gpu.add_context(*context);
-            if gpu::are_several() {
-                pools::on_first_use(gpu);
-            }
-            connection::wake();
-        });
+        gpu.add_context(*context);
+        if gpu::are_several() {
+            pools::on_first_use(gpu);
+        }
+        connection::wake();
     }
     result
 }
@@ -66,32 +61,29 @@ pub fn destroy_context(
     real: impl FnOnce() -> CUresult,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    let Some(gpu) = gpu.filter(|_| submit::is_active()) else { return real() };
-    let begun = crate::sys::errno::preserve(|| {
-        let leave = |space| gpu.report_after(space, || Mover::leave(&gpu.moving, context, space));
-        gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
-    });
-    let Some(left) = begun else { return real() };
+    let Some(gpu) = gpu else { return real() };
+    if !gpu.work.begin_destroying(context) {
+        return real();
+    }
+    let left = gpu.space().map(|space| gpu.report_after(space, || Mover::leave(&gpu.moving, context, space)));
     // The driver waits for the context's work, and that work may need another thread of the
     // program. So this thread holds no lock.
     let result = real();
-    crate::sys::errno::preserve(|| {
-        let is_gone = result == SUCCESS && is_gone();
-        // The mover stays locked, so that no thread adds a new context with this handle before the
-        // old context is forgotten.
-        let mut mover = gpu.moving.lock();
-        if is_gone {
-            forget(gpu, context);
-        }
-        match left {
-            Some(left) if is_gone => left.forget(),
-            Some(left) => mover.come_back(left),
-            None => {}
-        }
-        gpu.work.end_of_destroying(context, is_gone, result);
-        drop(mover);
-        connection::wake();
-    });
+    let is_gone = result == SUCCESS && is_gone();
+    // The mover stays locked, so that no thread adds a new context with this handle before the
+    // old context is forgotten.
+    let mut mover = gpu.moving.lock();
+    if is_gone {
+        forget(gpu, context);
+    }
+    match left {
+        Some(left) if is_gone => left.forget(),
+        Some(left) => mover.come_back(left),
+        None => {}
+    }
+    gpu.work.end_of_destroying(context, is_gone, result);
+    drop(mover);
+    connection::wake();
     result
 }
 
@@ -106,7 +98,7 @@ pub fn forget(gpu: &Gpu, context: CUcontext) {
 
 /// Returns the GPU of a context that the library knows.
 pub fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
-    if submit::is_active() { gpu::in_use().find(|gpu| gpu.work.has_context(context)) } else { None }
+    gpu::in_use().find(|gpu| gpu.work.has_context(context))
 }
 
 /// Drops one reference to a context. Only the last drop destroys the context. Until then, all its work
@@ -117,7 +109,7 @@ pub fn release_context(
     real: impl Fn() -> CUresult,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    let others_left = gpu.filter(|_| submit::is_active()).and_then(|gpu| gpu.work.release_use(context, &real));
+    let others_left = gpu.and_then(|gpu| gpu.work.release_use(context, &real));
     others_left.unwrap_or_else(|| destroy_context(gpu, context, real, is_gone))
 }
 
@@ -160,7 +152,7 @@ pub fn retain_primary(device: CUdevice) -> bool {
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
 pub fn make_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
-    if submit::is_active() && !crate::sys::errno::preserve(|| Gpu::attach(device, shared::introduce)) {
+    if !Gpu::attach(device, shared::introduce) {
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
@@ -168,8 +160,8 @@ pub fn make_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUre
     // first launch. So it must expect a second context from now on.
     submit::target::expect_contexts();
     // SAFETY: the driver has just written the green context there.
-    if let (true, SUCCESS, Some(green)) = (submit::is_active(), result, unsafe { place.as_ref() })
-        && crate::sys::errno::preserve(|| retain_primary(device))
+    if let (SUCCESS, Some(green)) = (result, unsafe { place.as_ref() })
+        && retain_primary(device)
     {
         GREEN.lock().push((*green as usize, device));
     }
@@ -177,12 +169,9 @@ pub fn make_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUre
 }
 
 pub fn destroy_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !submit::is_active() {
-        return real();
-    }
-    let mut context = core::ptr::null_mut();
-    // SAFETY: `context` outlives the call, and `green` is the program's own green context.
-    unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
+    // SAFETY: the place is valid, and `green` is the program's own green context.
+    let context = query::handle(|context| unsafe { driver::cuCtxFromGreenCtx(context, green) });
+    let context = context.unwrap_or(core::ptr::null_mut());
     // Forgets the context before it is destroyed, so that no thread queries its work afterwards. Fences in
     // the primary context wait for that work too.
     gpu::in_use().for_each(|gpu| gpu.work.forget_foreign(context));
@@ -206,9 +195,7 @@ pub fn destroy_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
 /// on the GPU, and the memory stays there until the capture ends.
 pub fn begin_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     with_memory_of(stream, || {
-        if submit::is_active()
-            && let Some(gpu) = gpu::of_stream(stream)
-        {
+        if let Some(gpu) = gpu::of_stream(stream) {
             // Marks the stream now, because a capturing stream cannot be queried.
             gpu.work.mark_stream(stream);
         }
@@ -229,12 +216,12 @@ pub fn end_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresul
 /// Makes a stream wait for an event. If the event is part of a capture, the stream joins that capture.
 /// A graph that is captured from streams of several GPUs is work of each of those GPUs.
 pub fn wait_for_event(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !(captures::any() && submit::is_active() && gpu::are_several()) || captures::is_capturing(stream) {
+    if !(captures::any() && gpu::are_several()) || captures::is_capturing(stream) {
         return real();
     }
     let (result, joined) = captures::join(stream, real);
     if let Some([Some(gpu), Some(other)]) = joined.map(|contexts| contexts.map(gpu::of_context)) {
-        crate::sys::errno::preserve(|| couple(gpu, other));
+        couple(gpu, other);
     }
     result
 }

@@ -6,7 +6,6 @@ use crate::{
     env::settings,
     gpu::{Gpu, reservation::retry_on},
     registry::driver_memory::{self, Kind},
-    submit,
 };
 
 /// Makes an allocation of `size` bytes. The driver writes the allocation's address or handle to
@@ -18,28 +17,24 @@ pub fn allocate(
     size: u64,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    if !submit::is_active() {
-        return real();
-    }
     if !driver_memory::fits(gpu, size) && !settings::get().oversubscribe {
-        crate::sys::errno::preserve(|| gpu.inspect(|gpu| gpu.count_refusal()));
+        gpu.inspect(|gpu| gpu.count_refusal());
         return ERROR_OUT_OF_MEMORY;
     }
     let result = retry_on(|| gpu, real);
     // SAFETY: the driver has just written the address or handle there.
     if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
-        crate::sys::errno::preserve(|| driver_memory::add(gpu, kind, *name, size));
+        driver_memory::add(gpu, kind, *name, size);
     }
     result
 }
 
 /// Makes a call that frees the allocation with this address or handle.
 pub fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    let taken =
-        if submit::is_active() { crate::sys::errno::preserve(|| driver_memory::take(kind, name)) } else { None };
+    let taken = driver_memory::take(kind, name);
     let result = real();
     if let Some(taken) = taken {
-        crate::sys::errno::preserve(|| if result == SUCCESS { taken.release() } else { taken.restore() });
+        if result == SUCCESS { taken.release() } else { taken.restore() }
     }
     result
 }

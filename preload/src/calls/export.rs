@@ -1,13 +1,15 @@
 //! Calls that share memory with other processes or devices. The memory is restored to the GPU first,
 //! and never evicted from then on.
 
-use super::{access::with_memory_on, mappings::is_ours};
+use super::access::with_memory_on;
 use crate::{
     driver::types::*,
     gpu::Gpu,
     memory::space::Space,
-    registry::{self, virtual_memory::TABLE},
-    submit,
+    registry::{
+        self,
+        virtual_memory::{TABLE, is_virtual},
+    },
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -60,11 +62,10 @@ pub fn announce_around(
     real: impl FnOnce() -> CUresult,
     announce: impl FnOnce(Vec<u64>) -> CUresult,
 ) -> CUresult {
-    let mapped = || if submit::is_active() { TABLE.lock().at(address) } else { None };
     let target = match registry::find(address) {
         Some((_, allocation)) if allocation.is_foreign() => None,
         Some((gpu, allocation)) => Some((gpu, None, allocation.base)),
-        None => mapped().map(|(mapping, memory)| (memory.gpu, Some(memory.base), mapping.at)),
+        None => TABLE.lock().at(address).map(|(mapping, memory)| (memory.gpu, Some(memory.base), mapping.at)),
     };
     let Some((gpu, created, place)) = target else { return real() };
     with_memory_on(gpu, || {
@@ -101,8 +102,7 @@ pub fn escape_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> C
 
 /// Makes a call that shares memory by address. Pins the memory if it is this library's.
 pub fn escape_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
-    let first = if submit::is_active() { TABLE.lock().at(address) } else { None };
-    let Some((_, memory)) = first else { return call() };
+    let Some((_, memory)) = TABLE.lock().at(address) else { return call() };
     with_memory_on(memory.gpu, || {
         {
             let table = TABLE.lock();
@@ -119,7 +119,7 @@ pub fn escape_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresu
 /// Makes a call that binds memory to an object. Other GPUs or hosts access the memory through that
 /// object.
 pub fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
-    if is_ours(memory) { escape_handle(memory, call) } else { real() }
+    if is_virtual(memory) { escape_handle(memory, call) } else { real() }
 }
 
 /// Makes a call that binds memory by address.

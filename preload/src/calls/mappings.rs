@@ -4,8 +4,8 @@
 use super::allocate;
 use crate::{
     connection,
-    driver::{self, query, types::*},
-    env::{settings, trace::trace},
+    driver::{self, put_result, query, types::*},
+    env::settings,
     gpu::{self, Gpu, peers},
     memory::{
         engine::{Flags, GRANULE, has},
@@ -13,9 +13,8 @@ use crate::{
     },
     registry::{
         driver_memory, shared, virtual_memory as vmm,
-        virtual_memory::{Memory, TABLE},
+        virtual_memory::{Mapping, Memory, TABLE, Table},
     },
-    submit,
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -27,12 +26,6 @@ pub fn whole(len: u64) -> bool {
     len != 0 && len.is_multiple_of(GRANULE)
 }
 
-/// Whether this is a virtual handle, which this library has created. In the child of a fork the result
-/// does not matter, because the driver refuses every call there.
-pub fn is_ours(handle: Handle) -> bool {
-    submit::is_active() && vmm::is_virtual(handle)
-}
-
 /// Attaches the GPU on which a program creates memory. The program need not have a context there:
 /// services that create memory for other processes have none. Returns `false` if the GPU has no room.
 pub fn attach(prop: *const AllocationProp) -> bool {
@@ -41,13 +34,10 @@ pub fn attach(prop: *const AllocationProp) -> bool {
     let device = location.filter(|location| location.kind == MEM_LOCATION_TYPE_DEVICE).map(|location| location.id);
     // A GPU that has refused this program may have room now.
     let is_missing = |device: &CUdevice| gpu::by_ordinal(*device).is_none_or(Gpu::is_refused);
-    let Some(device) = device.filter(|device| submit::is_active() && is_missing(device)) else { return true };
-    let is_admitted = || {
-        let is_admitted = Gpu::attach(device, shared::introduce);
-        connection::wake();
-        is_admitted
-    };
-    crate::sys::errno::preserve(is_admitted)
+    let Some(device) = device.filter(is_missing) else { return true };
+    let is_admitted = Gpu::attach(device, shared::introduce);
+    connection::wake();
+    is_admitted
 }
 
 /// Returns the GPU, its space and the flags if this call creates movable memory, that is, plain memory
@@ -61,7 +51,7 @@ pub fn movable(
     prop: *const AllocationProp,
     flags: u64,
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
-    let gpu = if submit::is_active() { driver_memory::gpu_of(prop) } else { None }?;
+    let gpu = driver_memory::gpu_of(prop)?;
     let space = gpu.space().filter(|space| gpu.work.has_contexts() && space.lock().engine().copies())?;
     // SAFETY: `prop` is the program's pointer, which the driver would dereference too. It is not NULL,
     // because `gpu_of` found a GPU.
@@ -70,7 +60,7 @@ pub fn movable(
     let is_plain = prop.kind == MEM_ALLOCATION_TYPE_PINNED
         && prop.compression_type == 0
         && prop.usage == 0
-        && prop.win32_handle_meta_data.is_null()
+        && prop.win32_handle_meta_data == 0
         && prop.gpu_direct_rdma_capable <= 1
         && prop.reserved == [0; 4];
     let is_known = match types {
@@ -88,21 +78,10 @@ pub fn movable(
 
 pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space>, flags: Flags) -> CUresult {
     let beyond = settings::get().oversubscribe;
-    let made =
-        allocate::with_retries(gpu, space, size, false, |space| space.create(size as u64, flags, beyond, &gpu.work));
-    trace!("GPU {}: creation of {size} bytes: {made:x?}", gpu.index);
-    match made {
-        Ok((base, backing)) => {
-            if !allocate::is_backed_in_time(gpu, space, backing, |space| space.destroy(base)) {
-                return ERROR_OUT_OF_MEMORY;
-            }
-            let handle = TABLE.lock().add(gpu, base, size as u64, flags);
-            // SAFETY: `place` is the program's pointer, and not NULL.
-            unsafe { place.write(handle) };
-            SUCCESS
-        }
-        Err(error) => error,
-    }
+    let take = |space: &mut Space| space.create(size as u64, flags, beyond, &gpu.work);
+    let base = allocate::allocate_backed(gpu, space, size, take, Space::destroy);
+    // SAFETY: `place` is the program's pointer, and not NULL.
+    unsafe { put_result(place, base.map(|base| TABLE.lock().add(gpu, base, size as u64, flags))) }
 }
 
 /// Frees memory that has no references.
@@ -110,6 +89,12 @@ pub fn drop_unused(memory: Option<Memory>) {
     if let Some(memory) = memory {
         memory.gpu.change(|space| space.destroy(memory.base));
     }
+}
+
+/// Forgets a mapping that has ended.
+fn forget(table: &mut Table, mapping: &Mapping) {
+    drop_unused(table.unmap(mapping.at));
+    mapping.handle.into_iter().filter(|handle| !vmm::is_virtual(*handle)).for_each(driver_memory::release_mapped);
 }
 
 pub fn release(handle: Handle) -> CUresult {
@@ -150,8 +135,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
         let gone = table.overlaps_of(address, size);
         let result = real();
         if result == SUCCESS {
-            gone.iter().for_each(|mapping| drop_unused(table.unmap(mapping.at)));
-            driver_memory::unmap(address, size as usize);
+            gone.iter().for_each(|mapping| forget(&mut table, mapping));
         }
         return result;
     };
@@ -167,10 +151,9 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
             None => {
                 // SAFETY: the program has requested the call.
                 unsafe { driver::cuMemUnmap(mapping.at, mapping.len as usize) };
-                driver_memory::unmap(mapping.at, mapping.len as usize);
             }
         }
-        drop_unused(table.unmap(mapping.at));
+        forget(&mut table, &mapping);
     }
     SUCCESS
 }
@@ -235,6 +218,7 @@ mod tests {
         connection::fake::Scheduler,
         driver::fake::{Driver, until},
         gpu::limit_request::{Outcome, raise},
+        submit,
     };
     use nvshare_wire::ClientMessage;
     use std::thread;

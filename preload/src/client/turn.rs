@@ -41,23 +41,12 @@ pub struct Turn {
     state: TurnPhase,
     /// When the turn began, and the number of submissions at that time.
     began: (Instant, u64),
-    /// How long a drain may make no progress before the gate opens again for kernels.
-    stall_timeout: StallTimeout,
+    /// The minimum time for which a drain may make no progress before the gate opens again for kernels.
+    stall_timeout: Duration,
     utilization: Utilization,
     idle_gaps: IdleGapPredictor,
     /// When the client ran out of work, if it released the lock for that reason.
     idle_since: Option<Instant>,
-}
-
-/// The minimum stall timeout of this client.
-#[derive(Debug, Clone, Copy)]
-struct StallTimeout(Duration);
-
-impl StallTimeout {
-    fn on(self, gpu: &Gpu) -> Duration {
-        let work = gpu.work.slowest().unwrap_or_default();
-        (work * OPEN_AFTER_WORK).clamp(self.0, OPEN_AT_LAST)
-    }
 }
 
 #[derive(Debug)]
@@ -105,7 +94,7 @@ impl Default for Turn {
         Self {
             state: TurnPhase::Over,
             began: (Instant::now(), 0),
-            stall_timeout: StallTimeout(OPEN_FIRST),
+            stall_timeout: OPEN_FIRST,
             utilization: Utilization::new(),
             idle_gaps: IdleGapPredictor::default(),
             idle_since: None,
@@ -246,7 +235,7 @@ impl Turn {
                 Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
                     trace!("GPU {}: opening the gate, as the drain makes no progress and threads wait", gpu.index);
-                    self.stall_timeout = StallTimeout(OPEN_AFTER);
+                    self.stall_timeout = OPEN_AFTER;
                     // From now on the client releases the lock as soon as it has no work.
                     self.state = TurnPhase::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
@@ -339,7 +328,7 @@ enum Drained {
 }
 
 impl Drain {
-    fn look(&mut self, gpu: &Gpu, stall_timeout: StallTimeout) -> Drained {
+    fn look(&mut self, gpu: &Gpu, stall_timeout: Duration) -> Drained {
         if gpu.is_quiet()
             && let Some(fence) = self.fence.take().or_else(|| gpu.work.fence())
         {
@@ -362,7 +351,9 @@ impl Drain {
             self.progress = (done, Instant::now());
         }
         let standing = self.progress.1.elapsed();
-        let timeout = if self.helped { stall_timeout.on(gpu) } else { HELP_AFTER };
+        let work = gpu.work.slowest().unwrap_or_default();
+        let opens_after = (work * OPEN_AFTER_WORK).clamp(stall_timeout, OPEN_AT_LAST);
+        let timeout = if self.helped { opens_after } else { HELP_AFTER };
         if standing >= timeout && gpu.has_work_waiting() {
             if self.helped {
                 return Drained::NeedsHost;

@@ -35,9 +35,13 @@ pub fn any() -> bool {
 /// Tells the connected scheduler the gangs that it does not know yet. Returns `false` if some could not be
 /// sent. In that case, the client's thread calls this function again.
 pub fn tell() -> bool {
-    let told = TOLD.load(Ordering::SeqCst);
+    tell_unless(TOLD.load(Ordering::SeqCst), connection::send)
+}
+
+/// Tells the scheduler all gangs except those in `told`.
+fn tell_unless(told: u64, send: impl Fn(&ClientMessage) -> bool) -> bool {
     messages().filter(|(bit, _)| told & bit == 0).all(|(bit, message)| {
-        let sent = connection::send(&message);
+        let sent = send(&message);
         TOLD.fetch_or(if sent { bit } else { 0 }, Ordering::SeqCst);
         sent
     })
@@ -49,11 +53,7 @@ pub fn announce(send: impl Fn(&ClientMessage) -> bool) -> bool {
     // A thread may still mark a gang that it has told the previous scheduler. That gang is joined already, so
     // it is announced here.
     TOLD.store(0, Ordering::SeqCst);
-    messages().all(|(bit, message)| {
-        let sent = send(&message);
-        TOLD.fetch_or(if sent { bit } else { 0 }, Ordering::SeqCst);
-        sent
-    })
+    tell_unless(0, send)
 }
 
 /// The bit and the message of each gang.

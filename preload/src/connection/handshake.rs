@@ -7,7 +7,7 @@ use crate::{
         socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
     },
     env::settings,
-    sys::time::Instant,
+    sys::{file::Descriptor, time::Instant},
 };
 use alloc::{format, string::String};
 use nvshare_wire::{ClientMessage, SchedulerMessage, version};
@@ -36,7 +36,7 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
 /// they could not be sent.
 pub fn announce(socket: &Socket, version: u16) -> bool {
     let send = |message: &ClientMessage| socket.wait_for_room() && socket.send(message.encode(version).as_bytes());
-    settings::get().limits.messages().iter().all(send) && gangs::announce(send)
+    settings::get().limits.iter().all(send) && gangs::announce(send)
 }
 
 /// A handshake that waits for its answer.
@@ -62,7 +62,7 @@ impl Attempt {
         let address = SocketAddrUnix::new(settings::get().socket).map_err(|_| "the path is too long for a socket")?;
         let socket = new_socket().map_err(words)?;
         rustix::net::connect(&socket, &address).map_err(words)?;
-        let socket = Socket::new(socket).ok_or("cannot identify the connected socket")?;
+        let socket = Socket(Descriptor::new(socket).ok_or("cannot identify the connected socket")?);
         if !socket.send(hello.encode(0).as_bytes()) {
             return Err("it does not accept messages".into());
         }

@@ -21,7 +21,7 @@ use crate::{
     connection::socket::Socket,
     env::trace::trace,
     sys::{
-        file::InheritedDescriptor,
+        file::DescriptorRecord,
         sync::{Mutex, Rank},
     },
 };
@@ -36,7 +36,7 @@ static CONNECTED: AtomicBool = AtomicBool::new(false);
 static EXPECTED: AtomicBool = AtomicBool::new(false);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 /// The connection's descriptor, which the child of a fork closes.
-static DESCRIPTOR: InheritedDescriptor = InheritedDescriptor::none();
+static DESCRIPTOR: DescriptorRecord = DescriptorRecord::none();
 
 /// An established connection.
 #[derive(Debug)]
@@ -54,14 +54,7 @@ pub fn send(message: &ClientMessage) -> bool {
     if matches!(message, Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }) {
         presence::want(); // a thread is about to wait for the answer
     }
-    if !is_connected() {
-        return false;
-    }
-    let guard = CONNECTION.lock();
-    let Some(connection) = &*guard else { return false };
-    let sent = connection.socket.send(message.encode(connection.version).as_bytes());
-    trace!("→ {message:?}{}", if sent { "" } else { " (not sent)" });
-    sent
+    send_with(message, &[])
 }
 
 /// Does the same as [`send`], with descriptors.
@@ -72,7 +65,7 @@ pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> boo
     let guard = CONNECTION.lock();
     let Some(connection) = &*guard else { return false };
     let sent = connection.socket.send_with(message.encode(connection.version).as_bytes(), descriptors);
-    trace!("→ {message:?} with {}{}", descriptors.len(), if sent { "" } else { " (not sent)" });
+    trace!("→ {message:?} with {} descriptors{}", descriptors.len(), if sent { "" } else { " (not sent)" });
     sent
 }
 
@@ -104,7 +97,7 @@ pub fn begin_generation() {
 /// Sets the connection. Called when the client's thread has made or lost it.
 pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
-    DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));
+    DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.0.name()));
     CONNECTED.store(connection.is_some(), Ordering::SeqCst);
     EXPECTED.fetch_or(connection.is_some(), Ordering::SeqCst);
     *guard = connection;
@@ -114,9 +107,7 @@ pub fn set_connection(connection: Option<Connection>) {
 /// another thread of the parent may have held the lock at the fork.
 pub fn close_in_child() {
     CONNECTED.store(false, Ordering::SeqCst);
-    if let Some((descriptor, identity)) = DESCRIPTOR.get() {
-        socket::close_in_child(descriptor, identity);
-    }
+    DESCRIPTOR.close_in_child();
 }
 
 #[cfg(test)]

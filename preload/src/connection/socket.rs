@@ -1,11 +1,7 @@
 //! The client's end of the scheduler's `SOCK_SEQPACKET` socket: waiting, sending, receiving.
-//!
-//! The program may close any descriptor, also this library's, and then open another file under the same
-//! number. So a [`Socket`] records the identity of its file, and never writes to, reads from or closes
-//! another file.
 
 use crate::sys::{
-    file::Identity,
+    file::Descriptor,
     time::{Instant, timespec},
 };
 use alloc::{
@@ -13,60 +9,29 @@ use alloc::{
     string::{String, ToString},
     vec::Vec,
 };
-use core::{mem, mem::MaybeUninit, time::Duration};
+use core::{mem::MaybeUninit, time::Duration};
 use nvshare_wire::{MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage};
 use rustix::{
     event::{PollFd, PollFlags, poll},
-    fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
-    io::{Errno, IoSlice, IoSliceMut, fcntl_dupfd_cloexec},
+    fd::{BorrowedFd, OwnedFd},
+    io::{Errno, IoSlice, IoSliceMut},
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, SocketFlags, SocketType, recv, recvmsg, send, sendmsg,
+        SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg,
     },
 };
 
 /// The longest wait for an answer. A stopped scheduler must not stop programs.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-/// The lowest descriptor number for this library's sockets. Some programs rely on getting the lowest
-/// numbers themselves.
-pub const LOWEST_DESCRIPTOR: RawFd = 400;
 
 /// A socket of this library.
 #[derive(Debug)]
-pub struct Socket {
-    descriptor: RawFd,
-    identity: Identity,
-}
+pub struct Socket(pub(super) Descriptor);
 
 impl Socket {
-    pub(super) fn new(socket: OwnedFd) -> Option<Self> {
-        let socket = fcntl_dupfd_cloexec(&socket, LOWEST_DESCRIPTOR).unwrap_or(socket);
-        let identity = Identity::of(&socket)?;
-        let descriptor = socket.as_raw_fd();
-        mem::forget(socket);
-        Some(Self { descriptor, identity })
-    }
-
-    /// Returns the descriptor, unless the program has closed it.
-    fn get(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: the descriptor is open, and borrowed only for one call.
-        self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
-    }
-
-    /// Whether the descriptor still refers to the socket. The program may have closed it.
-    pub fn is_ours(&self) -> bool {
-        self.get().is_some()
-    }
-
-    /// Returns the descriptor and its identity, for the child of a fork.
-    pub fn name(&self) -> (RawFd, Identity) {
-        (self.descriptor, self.identity)
-    }
-
     /// Sends one packet without waiting.
     pub fn send(&self, packet: &[u8]) -> bool {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        self.get().is_some_and(|socket| send(socket, packet, flags).is_ok())
+        self.send_with(packet, &[])
     }
 
     /// Waits until the socket has room for many packets. Returns `false` if that takes longer than
@@ -75,7 +40,7 @@ impl Socket {
         let begin = Instant::now();
         loop {
             let left = ANSWER_TIMEOUT.saturating_sub(begin.elapsed());
-            let Some(socket) = self.get() else { return false };
+            let Some(socket) = self.0.get() else { return false };
             let mut entry = [PollFd::from_borrowed_fd(socket, PollFlags::OUT)];
             // A signal handler of the program may end the wait early, so the loop repeats it.
             let _ = poll(&mut entry, Some(&timespec(left)));
@@ -94,7 +59,7 @@ impl Socket {
         let mut control = SendAncillaryBuffer::new(&mut room);
         let fits = descriptors.is_empty() || control.push(SendAncillaryMessage::ScmRights(descriptors));
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        fits && self.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
+        fits && self.0.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
     }
 
     /// Returns the next message, if one has arrived, and the descriptors that came with it. After an error
@@ -103,7 +68,7 @@ impl Socket {
         let mut buffer = [0u8; MAX_LEN];
         let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut room);
-        let socket = self.get().ok_or("the program closed the connection")?;
+        let socket = self.0.get().ok_or("the program closed the connection")?;
         let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
         let received = recvmsg(socket, &mut [IoSliceMut::new(&mut buffer)], &mut control, flags);
         let mut descriptors = || {
@@ -128,18 +93,11 @@ impl Socket {
     /// Discards all data that has arrived.
     pub fn drain(&self) {
         let mut buffer = [0u8; 8];
-        while self.get().is_some_and(|socket| recv(socket, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0))
-        {
-        }
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        if self.identity.is(self.descriptor) {
-            // SAFETY: the descriptor is open, and belongs to this library.
-            drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
-        }
+        while self
+            .0
+            .get()
+            .is_some_and(|socket| recv(socket, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0))
+        {}
     }
 }
 
@@ -153,35 +111,27 @@ pub(super) fn new_socket() -> Result<OwnedFd, Errno> {
 pub fn pair() -> Option<(Socket, Socket)> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
-    Some((Socket::new(a)?, Socket::new(b)?))
+    Some((Socket(Descriptor::new(a)?), Socket(Descriptor::new(b)?)))
 }
 
 /// Sleeps until one of the sockets is readable, for at most `timeout`. Returns which sockets are
 /// readable.
 pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     let timeout = timespec(timeout.min(Duration::from_secs(86_400)));
-    let open = sockets.map(|socket| socket.and_then(Socket::get));
+    let open = sockets.map(|socket| socket.and_then(|socket| socket.0.get()));
     let is_gone = |at: usize| sockets[at].is_some() && open[at].is_none();
     if is_gone(0) || is_gone(1) {
         return [is_gone(0), is_gone(1)];
     }
-    let mut ready = [false; 2];
-    match open {
-        [Some(a), Some(b)] => {
-            let mut entries = [PollFd::from_borrowed_fd(a, PollFlags::IN), PollFd::from_borrowed_fd(b, PollFlags::IN)];
-            let _ = poll(&mut entries, Some(&timeout));
-            ready = entries.map(|entry| !entry.revents().is_empty());
-        }
-        [Some(one), None] | [None, Some(one)] => {
-            let mut entries = [PollFd::from_borrowed_fd(one, PollFlags::IN)];
-            let _ = poll(&mut entries, Some(&timeout));
-            ready[usize::from(open[0].is_none())] = !entries[0].revents().is_empty();
-        }
-        [None, None] => {
-            let _ = rustix::thread::nanosleep(&timeout);
-        }
-    }
-    ready
+    // A socket that is missing is replaced by the other one.
+    let (Some(first), Some(second)) = (open[0].or(open[1]), open[1].or(open[0])) else {
+        let _ = rustix::thread::nanosleep(&timeout);
+        return [false; 2];
+    };
+    let mut entries = [first, second].map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN));
+    let _ = poll(&mut entries, Some(&timeout));
+    let is_ready = |at: usize| open[at].is_some() && !entries[at].revents().is_empty();
+    [is_ready(0), is_ready(1)]
 }
 
 /// Describes the error of a system call in words for the user.
@@ -193,13 +143,5 @@ pub(super) fn words(error: Errno) -> String {
         Errno::MFILE | Errno::NFILE => "no file descriptors are left".into(),
         Errno::CONNRESET | Errno::PIPE => "it closed the connection".into(),
         error => format!("error {}", error.raw_os_error()),
-    }
-}
-
-/// Closes a socket in the child of a fork. Otherwise the child would keep the parent's connection open.
-pub fn close_in_child(descriptor: RawFd, identity: Identity) {
-    if identity.is(descriptor) {
-        // SAFETY: the descriptor is the child's copy, and the child does not use it any more.
-        drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
     }
 }

@@ -27,11 +27,11 @@ pub fn wake() {
 
 /// Returns the descriptor that [`wake`] writes to, for threads with their own descriptor table.
 pub fn sender() -> Option<RawFd> {
-    PAIR.get().filter(|(sender, _)| sender.is_ours()).map(|(sender, _)| sender.name().0)
+    PAIR.get().filter(|(sender, _)| sender.0.is_open()).map(|(sender, _)| sender.0.name().0)
 }
 
 /// Returns the socket that [`wake`] makes readable, or `None` if it does not exist or the program has
 /// closed it.
 pub fn receiver() -> Option<&'static Socket> {
-    PAIR.get().filter(|(sender, receiver)| sender.is_ours() && receiver.is_ours()).map(|(_, receiver)| receiver)
+    PAIR.get().filter(|(sender, receiver)| sender.0.is_open() && receiver.0.is_open()).map(|(_, receiver)| receiver)
 }

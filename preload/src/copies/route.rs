@@ -171,27 +171,26 @@ pub fn on_peer_access(context: CUcontext) {
     contexts(CTX_DEFAULT_STREAM, || Some([context, core::ptr::null_mut()]));
 }
 
-/// Returns the route of a copy between contexts.
+/// Returns the route of a call that the program makes itself, and that concerns these GPUs.
 #[inline]
-pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>) -> Route {
+fn direct<I: Iterator<Item = &'static Gpu>>(stream: CUstream, gpus: impl FnOnce() -> I) -> Route {
     if !are_several() {
         return Route::DIRECT;
     }
-    errno::preserve(|| {
+    errno::preserve(|| Route { way: Way::Direct, gate: couple_all(gpu::of_stream(stream), gpus()) })
+}
+
+/// Returns the route of a copy between contexts.
+#[inline]
+pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>) -> Route {
+    direct(stream, || {
         let named = named().into_iter().flatten().filter(|context| !context.is_null());
-        let gpus = named.filter_map(|context| gpu::in_use().find(|gpu| gpu.work.has_context(context)));
-        Route { way: Way::Direct, gate: couple_all(gpu::of_stream(stream), gpus) }
+        named.filter_map(|context| gpu::in_use().find(|gpu| gpu.work.has_context(context)))
     })
 }
 
 /// Returns the route of a call that copies between many sides.
 #[inline]
 pub fn many<I: Iterator<Item = Side>>(stream: CUstream, sides: impl FnOnce() -> I) -> Route {
-    if !are_several() {
-        return Route::DIRECT;
-    }
-    errno::preserve(|| {
-        let gpus = sides().filter_map(|side| Place::find(side)?.gpu);
-        Route { way: Way::Direct, gate: couple_all(gpu::of_stream(stream), gpus) }
-    })
+    direct(stream, || sides().filter_map(|side| Place::find(side)?.gpu))
 }

@@ -3,10 +3,9 @@
 
 use super::shapes::Copy3D;
 use crate::{
-    driver::{self, check, context::with_current, hook::Flavour, types::*},
+    driver::{self, check, context::with_current, hook::Flavour, query, types::*},
     submit::{captures, context_of},
 };
-use core::ptr::null_mut;
 
 /// Copies like `cuMemcpy` from one GPU to another. `there` and `here` are the contexts of
 /// destination and source.
@@ -90,14 +89,10 @@ impl Event {
     /// Records an event behind the work submitted to this stream of `context`.
     fn behind(stream: CUstream, context: CUcontext) -> Result<Self, CUresult> {
         with_current(context as usize, || {
-            let mut event = null_mut();
-            // SAFETY: `event` outlives the call, and belongs to the stream's context.
-            unsafe {
-                check(driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING))?;
-                let event = Self(event);
-                check(driver::cuEventRecord(event.0, stream))?;
-                Ok(event)
-            }
+            // SAFETY: the place is valid.
+            let event = Self(query::handle(|event| unsafe { driver::cuEventCreate(event, EVENT_DISABLE_TIMING) })?);
+            // SAFETY: the event belongs to the stream's context.
+            check(unsafe { driver::cuEventRecord(event.0, stream) }).map(|()| event)
         })?
     }
 
@@ -121,10 +116,8 @@ struct Stream(CUstream);
 impl Stream {
     /// Creates a stream in the current context.
     fn new() -> Result<Self, CUresult> {
-        let mut stream = null_mut();
-        // SAFETY: `stream` outlives the call.
-        check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) })?;
-        Ok(Self(stream))
+        // SAFETY: the place is valid.
+        query::handle(|stream| unsafe { driver::cuStreamCreate(stream, STREAM_NON_BLOCKING) }).map(Self)
     }
 }
 

@@ -1,25 +1,20 @@
 //! The calling thread's current context.
 
-use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, query::is_capturing, types::*};
+use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, query, types::*};
 
 /// Returns the current context, or NULL if there is none.
 ///
 /// # Errors
 /// Returns errors of `cuCtxGetCurrent`.
 pub fn current_context() -> Result<CUcontext, CUresult> {
-    let mut context = core::ptr::null_mut();
-    // SAFETY: `context` outlives the call.
-    check(unsafe { cuCtxGetCurrent(&mut context) })?;
-    Ok(context)
+    // SAFETY: the place is valid.
+    query::handle(|context| unsafe { cuCtxGetCurrent(context) })
 }
 
 /// Returns the current context, or NULL if there is none or the query fails.
 #[inline]
 pub fn current_or_null() -> CUcontext {
-    let mut context = core::ptr::null_mut();
-    // SAFETY: `context` outlives the call.
-    unsafe { cuCtxGetCurrent(&mut context) };
-    context
+    current_context().unwrap_or(core::ptr::null_mut())
 }
 
 /// Runs `f` with this context current on the calling thread.
@@ -79,7 +74,7 @@ fn is_dead_without_doubt(result: CUresult) -> bool {
 /// return the driver's error.
 pub fn is_current_broken() -> bool {
     // This call is the cheapest one that reports a broken context, and always allowed.
-    is_capturing(CTX_DEFAULT_STREAM).is_err_and(|error| is_broken(error) || is_doubtful(error))
+    query::is_capturing(CTX_DEFAULT_STREAM).is_err_and(|error| is_broken(error) || is_doubtful(error))
 }
 
 #[cfg(test)]

@@ -1,8 +1,34 @@
-//! Code that runs between a call and the called function, and preserves the arguments.
+//! Code that runs between a call and the called function, and preserves the arguments. Also thunks:
+//! functions whose only code is such a call.
+
+/// The arguments of a call, as [`detour`] saves them on the stack.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Arguments {
+    /// `xmm0` to `xmm7`; `rax`, `r9`, `r8`, `rcx`, `rdx`, `rsi` and `rdi`. The arguments on the stack
+    /// follow the return address.
+    #[cfg(target_arch = "x86_64")]
+    registers: ([u64; 16], [usize; 7]),
+    #[cfg(target_arch = "x86_64")]
+    return_address: usize,
+    /// `x29` and `x30`; `x0` to `x7`; `x8` and a word that is not used; `q0` to `q7`.
+    #[cfg(target_arch = "aarch64")]
+    registers: ([usize; 2], [usize; 8], [usize; 2], [u64; 16]),
+}
+
+impl Arguments {
+    /// Returns the integer argument that is passed in the register with this index.
+    pub fn integer(&self, at: usize) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        let at = 6 - at;
+        self.registers.1.get(at).copied().unwrap_or(0)
+    }
+}
 
 /// Declares a function that entries and thunks jump to, with a number in `r11` or `x16`. The
-/// function passes the number to `$called: extern "C" fn(usize) -> usize`, and continues at the
-/// returned address. It preserves the stack and all registers that may contain arguments.
+/// function passes the number and the arguments to `$called`, which is an `unsafe extern "C"
+/// fn(usize, *const Arguments) -> usize`, and continues at the returned address. It preserves the
+/// stack and all registers that may contain arguments.
 macro_rules! detour {
     ($name:ident, $called:path) => {
         #[cfg(target_arch = "x86_64")]
@@ -26,6 +52,7 @@ macro_rules! detour {
                 "movups [rsp + 96], xmm6",
                 "movups [rsp + 112], xmm7",
                 "mov rdi, r11",
+                "mov rsi, rsp",
                 "call {called}",
                 "mov r11, rax",
                 "movups xmm0, [rsp]",
@@ -65,6 +92,7 @@ macro_rules! detour {
                 "stp q4, q5, [sp, #160]",
                 "stp q6, q7, [sp, #192]",
                 "mov x0, x16",
+                "mov x1, sp",
                 "bl {called}",
                 "mov x16, x0",
                 "ldp q6, q7, [sp, #192]",
@@ -84,4 +112,52 @@ macro_rules! detour {
     };
 }
 
-pub(crate) use detour;
+/// The distance between two thunks, in bytes.
+pub const STRIDE: usize = 16;
+
+/// Declares `$count` thunks. Each passes an address inside itself and the arguments of its call to
+/// `$called` ([`detour`]), which returns the address of the thunk's function. Declares `thunk_at`,
+/// which returns the address of a thunk, and `thunk_of`, which returns the number of the thunk with
+/// an address inside it.
+macro_rules! thunks {
+    ($count:expr, $called:path) => {
+        $crate::driver::detour::detour!(enter, $called);
+
+        /// Not a function. Contains the thunks, one after another.
+        #[unsafe(naked)]
+        unsafe extern "C" fn thunks() {
+            #[cfg(target_arch = "x86_64")]
+            core::arch::naked_asm!(
+                ".rept {thunks}",
+                ".balign {stride}",
+                "lea r11, [rip]", // identifies the thunk by its own address; r11 is free at a call
+                "jmp {enter}",
+                ".endr",
+                thunks = const $count,
+                stride = const $crate::driver::detour::STRIDE,
+                enter = sym enter,
+            );
+            #[cfg(target_arch = "aarch64")]
+            core::arch::naked_asm!(
+                ".rept {thunks}",
+                ".balign {stride}",
+                "adr x16, .", // identifies the thunk by its own address; x16 is free at a call
+                "b {enter}",
+                ".endr",
+                thunks = const $count,
+                stride = const $crate::driver::detour::STRIDE,
+                enter = sym enter,
+            );
+        }
+
+        fn thunk_at(thunk: usize) -> usize {
+            thunks as *const () as usize + thunk * $crate::driver::detour::STRIDE
+        }
+
+        fn thunk_of(inside: usize) -> usize {
+            inside.wrapping_sub(thunk_at(0)) / $crate::driver::detour::STRIDE
+        }
+    };
+}
+
+pub(crate) use {detour, thunks};

@@ -12,7 +12,7 @@
 //! searching the driver's file.
 
 use super::{
-    detour::detour,
+    detour::{Arguments, detour},
     each_function,
     function::{Entry, MISSING},
     handle_if_loaded, hook, library, look_up,
@@ -113,7 +113,7 @@ include!(concat!(env!("OUT_DIR"), "/passed-entries.rs"));
 detour!(enter, enter_driver);
 
 /// Called by an entry that is not open. Returns the address at which the caller continues.
-extern "C" fn enter_driver(entry: usize) -> usize {
+extern "C" fn enter_driver(entry: usize, _: *const Arguments) -> usize {
     let way = WAYS.get(entry).zip(names().nth(entry));
     let function = way.and_then(|(way, name)| way.enter(|| errno::preserve(|| look_up(name))));
     function.unwrap_or(not_found as *const () as usize)

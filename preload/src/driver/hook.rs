@@ -1,6 +1,4 @@
-//! The declaration of hooks. Each hook is declared once, with the name and the signature of the
-//! driver function. The declaration serves direct linking (as an exported symbol), `dlsym` and
-//! `cuGetProcAddress`.
+//! The list of hooks, and the meaning of a NULL stream in each. [`crate::hooks`] declares the hooks.
 
 use crate::driver::{
     Function,
@@ -85,73 +83,3 @@ pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
         Err(_) => c"",
     }
 }
-
-/// Declares hooks. Each declaration contains the parameters, the body, and the names of all driver
-/// functions with the same signature and behaviour. In the body, `real()` makes the program's
-/// original call, and `flavour` is the meaning of a NULL stream in that call.
-macro_rules! hooks {
-    ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
-        $( $( $crate::driver::hook::hook! { $real $flavour $name $args $body } )+ )*
-
-        core::arch::global_asm!(
-            ".pushsection nvshare_hooks, \"aR\", @progbits",
-            ".balign 4",
-            $( $( concat!(".long {} - . // ", stringify!($name)), ".long {} - ." ),+ ),*,
-            ".popsection",
-            $( $( sym $name, sym $name::REAL ),+ ),*
-        );
-    };
-}
-
-macro_rules! hook {
-    ($real:ident $flavour:ident $name:ident ( $($arg:ident : $type:ty),* $(,)? ) $body:block) => {
-        #[allow(non_snake_case)]
-        #[cfg_attr(not(test), unsafe(no_mangle))]
-        #[unsafe(naked)]
-        #[allow(clippy::missing_safety_doc, clippy::too_many_arguments)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::driver::types::CUresult {
-            $crate::sys::pad::pad_and_jump!($name::hook);
-        }
-
-        #[allow(non_snake_case)]
-        pub mod $name {
-            #[allow(unused_imports)]
-            use super::*;
-
-            pub static REAL: $crate::driver::Function =
-                $crate::driver::Function::new($crate::driver::hook::c_name(concat!(stringify!($name), "\0").as_bytes()));
-
-        // The driver defines the parameters and the requirements on them.
-        #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
-        pub unsafe extern "C" fn hook($($arg: $type),*) -> $crate::driver::types::CUresult {
-            #[allow(unused_variables)]
-            let $flavour = const { $crate::driver::hook::Flavour::of(stringify!($name)) };
-            type Real = unsafe extern "C" fn($($type),*) -> $crate::driver::types::CUresult;
-            // SAFETY: the driver's export of this name has this signature.
-            let function = |address| unsafe { core::mem::transmute::<usize, Real>(address) };
-            #[cold]
-            #[inline(never)]
-            unsafe extern "C" fn look_up($($arg: $type),*) -> $crate::driver::types::CUresult {
-                // SAFETY: the driver's export of this name has this signature.
-                let function = $name::REAL.address().map(|address| unsafe { core::mem::transmute::<usize, Real>(address) });
-                // SAFETY: the arguments are the program's own.
-                function.map_or($crate::driver::types::ERROR_NOT_FOUND, |function| unsafe { function($($arg),*) })
-            }
-            #[allow(unused_variables)]
-            let $real = move || {
-                $crate::driver::waits::check(&$name::REAL); // does nothing in release builds
-                // Each of the two calls consumes the arguments, so no argument has to be kept across a call.
-                match $name::REAL.open_address().map(function) {
-                    // SAFETY: the arguments are the program's own.
-                    Some(function) => unsafe { function($($arg),*) },
-                    // SAFETY: the arguments are the program's own.
-                    None => unsafe { look_up($($arg),*) },
-                }
-            };
-            $body
-        }
-        }
-    };
-}
-
-pub(crate) use {hook, hooks};

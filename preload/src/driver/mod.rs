@@ -10,7 +10,7 @@
 //!
 //! [`query`]: queries without side effects.
 //!
-//! [`hook`]: the declaration of interposed functions.
+//! [`hook`]: the list of interposed functions.
 //!
 //! [`redirect`]: patches symbol tables so that lookups of driver functions yield hooks.
 //!
@@ -80,6 +80,22 @@ pub unsafe fn put<T>(place: *mut T, value: T) {
         // SAFETY: the caller's contract. The pointer need not be aligned for `T`, because the driver accepts
         // that too.
         unsafe { place.write_unaligned(value) };
+    }
+}
+
+/// Answers a call of the program: writes the value to the place that the program has passed, or returns the
+/// error.
+///
+/// # Safety
+/// As for [`put`].
+pub unsafe fn put_result<T>(place: *mut T, result: Result<T, CUresult>) -> CUresult {
+    match result {
+        Ok(value) => {
+            // SAFETY: the caller's contract.
+            unsafe { put(place, value) };
+            SUCCESS
+        }
+        Err(error) => error,
     }
 }
 
@@ -161,12 +177,8 @@ macro_rules! functions {
         /// The addresses of the real functions.
         #[allow(non_upper_case_globals)]
         pub mod address {
-            use super::Function;
-            use core::ffi::CStr;
-            const fn name(bytes: &'static [u8]) -> &'static CStr {
-                match CStr::from_bytes_with_nul(bytes) { Ok(name) => name, Err(_) => c"" }
-            }
-            $( pub static $name: Function = Function::new(name(concat!(stringify!($name), "\0").as_bytes())); )*
+            use super::{Function, hook::c_name};
+            $( pub static $name: Function = Function::new(c_name(concat!(stringify!($name), "\0").as_bytes())); )*
         }
         $(
             /// Calls the driver's function of this name. Passes pointers on unchanged, so the caller must satisfy

@@ -12,6 +12,16 @@ pub fn value<T: Default>(call: impl FnOnce(&mut T) -> CUresult) -> Result<T, CUr
     check(call(&mut value)).map(|()| value)
 }
 
+/// Returns the handle that a call writes to its place, if the call succeeds.
+///
+/// # Errors
+/// Returns errors of the call.
+#[inline]
+pub fn handle(call: impl FnOnce(&mut *mut c_void) -> CUresult) -> Result<*mut c_void, CUresult> {
+    let mut handle = core::ptr::null_mut();
+    check(call(&mut handle)).map(|()| handle)
+}
+
 /// The number of GPUs that the process sees.
 pub fn device_count() -> i32 {
     // SAFETY: the place is valid.

@@ -75,7 +75,7 @@ pub const MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: i32 = 1;
 pub const MEM_HANDLE_TYPE_FABRIC: i32 = 8;
 
 /// `CUmemLocation`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Location {
     pub kind: i32,
@@ -83,32 +83,18 @@ pub struct Location {
 }
 
 /// `CUmemAllocationProp`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy)]
 #[repr(C)]
 pub struct AllocationProp {
     pub kind: i32,
     pub requested_handle_types: i32,
     pub location: Location,
-    pub win32_handle_meta_data: *mut c_void,
+    /// A pointer that is NULL on Linux.
+    pub win32_handle_meta_data: usize,
     pub compression_type: u8,
     pub gpu_direct_rdma_capable: u8,
     pub usage: u16,
     pub reserved: [u8; 4],
-}
-
-impl Default for AllocationProp {
-    fn default() -> Self {
-        Self {
-            kind: 0,
-            requested_handle_types: 0,
-            location: Location { kind: 0, id: 0 },
-            win32_handle_meta_data: core::ptr::null_mut(),
-            compression_type: 0,
-            gpu_direct_rdma_capable: 0,
-            usage: 0,
-            reserved: [0; 4],
-        }
-    }
 }
 
 /// `CUmemAccessDesc`.

@@ -126,10 +126,6 @@ mod checks {
     }
 
     fn append(path: &[u8], line: &[u8]) {
-        let mut text = [0; 256];
-        let Some(place) = text.get_mut(..path.len()).filter(|_| path.len() < 256) else { return };
-        place.copy_from_slice(path);
-        let Ok(path) = CStr::from_bytes_until_nul(&text) else { return };
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::APPEND | OFlags::CLOEXEC;
         if let Ok(file) = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
             let _ = rustix::io::write(&file, line);

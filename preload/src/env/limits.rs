@@ -9,20 +9,9 @@ use nvshare_wire::{
     env_limits::{self, LimitName},
 };
 
-#[derive(Debug)]
-pub struct EnvLimits {
-    messages: Vec<ClientMessage>,
-}
-
-impl EnvLimits {
-    /// Reads the current environment.
-    pub fn read() -> Self {
-        let parts = |limit: LimitName| env_limits::parts(limit, environment(limit.variable()).unwrap_or_default());
-        Self { messages: LimitName::ALL.into_iter().flat_map(parts).collect() }
-    }
-
-    /// Returns the messages, which a scheduler must receive before all other messages.
-    pub fn messages(&self) -> &[ClientMessage] {
-        &self.messages
-    }
+/// Reads the limits from the current environment. A scheduler must receive these messages before all
+/// other messages.
+pub fn read() -> Vec<ClientMessage> {
+    let parts = |limit: LimitName| env_limits::parts(limit, environment(limit.variable()).unwrap_or_default());
+    LimitName::ALL.into_iter().flat_map(parts).collect()
 }

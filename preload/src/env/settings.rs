@@ -15,12 +15,12 @@
 //! | `NVSHARE_WEIGHT` and others | further limits, interpreted by the scheduler (`limits`) |
 
 use crate::{
-    env::{amount::Amount, launcher, limits::EnvLimits},
+    env::{amount::Amount, launcher, limits},
     sys::{c::environment, once::OnceBox},
 };
-use alloc::boxed::Box;
+use alloc::{boxed::Box, vec::Vec};
 use core::ffi::CStr;
-use nvshare_wire::client::Engine;
+use nvshare_wire::{ClientMessage, client::Engine};
 
 pub const DEFAULT_SOCKET: &[u8] = b"/run/nvshare/scheduler.sock";
 
@@ -41,7 +41,7 @@ pub struct Settings {
     pub refuses_gangs: bool,
     pub memory_max: Option<Amount>,
     /// The limits of the environment, as messages to the scheduler.
-    pub limits: EnvLimits,
+    pub limits: Vec<ClientMessage>,
     /// Whether this library serves memory pools, so that their memory can move.
     pub movable_pools: bool,
     /// Whether compute-sanitizer has started the program, by the variables that it sets.
@@ -79,7 +79,7 @@ impl Settings {
             refuses_gangs: launcher::refuses_gangs(environment),
             memory_max: memory_max.flatten(),
             memory_max_is_unread: memory_max == Some(None),
-            limits: EnvLimits::read(),
+            limits: limits::read(),
             has_sanitizer: has_sanitizer(),
             movable_pools: environment(c"NVSHARE_MOVABLE_POOLS").is_none() || flag(c"NVSHARE_MOVABLE_POOLS"),
         }

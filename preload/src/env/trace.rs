@@ -6,17 +6,15 @@
 
 use crate::{
     env::settings,
-    sys::time::{Instant, timespec},
+    sys::{
+        file::{DescriptorRecord, Identity},
+        time::{Instant, timespec},
+    },
 };
-use core::{
-    fmt::Write as _,
-    sync::atomic::{AtomicU64, Ordering},
-    time::Duration,
-};
+use core::{fmt::Write as _, time::Duration};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fd::BorrowedFd,
-    fs::fstat,
 };
 
 /// Prints a trace line. If tracing is off, this costs one test of a flag.
@@ -40,12 +38,9 @@ pub fn line(text: core::fmt::Arguments<'_>) {
         let _ = write!(line, "nvshare: ");
     }
     let _ = line.write_fmt(text);
-    // SAFETY: the descriptor is borrowed for three calls. The calls return an error if it is
-    // closed.
-    let stderr = unsafe { BorrowedFd::borrow_raw(2) };
-    if identity(stderr) != stderr_at_load() {
-        return;
-    }
+    let Some((number, _)) = STDERR.get().filter(|(number, identity)| identity.is(*number)) else { return };
+    // SAFETY: the descriptor is borrowed for two calls. The calls return an error if it is closed.
+    let stderr = unsafe { BorrowedFd::borrow_raw(number) };
     let mut ready = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
     // The line is lost if no process reads stderr, because the program must neither get a SIGPIPE nor
     // wait.
@@ -54,26 +49,15 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     }
 }
 
-/// Device and inode of descriptor 2 when the library was loaded. If descriptor 2 has been closed at
-/// any time, its number may now belong to a file of the program.
-static STDERR: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+/// Standard error when the library was loaded. If descriptor 2 has been closed at any time, its number
+/// may now belong to a file of the program.
+static STDERR: DescriptorRecord = DescriptorRecord::none();
 
 /// Records the identity of stderr. Called once, when the library is loaded.
 pub fn remember_stderr() {
     // SAFETY: the descriptor is borrowed for one call. The call returns an error if it is closed.
-    if let Some((device, inode)) = identity(unsafe { BorrowedFd::borrow_raw(2) }) {
-        STDERR[0].store(device, Ordering::Relaxed);
-        STDERR[1].store(inode, Ordering::Relaxed);
-    }
-}
-
-fn stderr_at_load() -> Option<(u64, u64)> {
-    Some((STDERR[0].load(Ordering::Relaxed), STDERR[1].load(Ordering::Relaxed)))
-}
-
-/// Returns device and inode of a descriptor, or `None` if it is closed.
-fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
-    fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino))
+    let identity = Identity::of(unsafe { BorrowedFd::borrow_raw(2) });
+    STDERR.set(identity.map(|identity| (2, identity)));
 }
 
 /// A line of text. Text beyond its room is lost.

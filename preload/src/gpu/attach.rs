@@ -90,13 +90,7 @@ impl Gpu {
     fn attach_again(&self, tell_imports: TellImports) -> bool {
         let asks_anew = {
             let _one = self.introducing.lock();
-            let asked = self.admission.compare_exchange(
-                admission::REFUSED,
-                admission::UNKNOWN,
-                Ordering::SeqCst,
-                Ordering::SeqCst,
-            );
-            asked.is_ok()
+            self.answer(admission::REFUSED, admission::UNKNOWN)
         };
         if asks_anew && connection::is_connected() {
             self.gate.close(closed::LOCK);
@@ -252,12 +246,7 @@ impl Gpu {
 
     /// Called when the scheduler defers the context until other clients need less memory.
     pub fn defer_context(&self) {
-        let _ = self.admission.compare_exchange(
-            admission::UNKNOWN,
-            admission::DEFERRED,
-            Ordering::SeqCst,
-            Ordering::SeqCst,
-        );
+        self.answer(admission::UNKNOWN, admission::DEFERRED);
     }
 
     /// Called when the scheduler has no room for a context and expects none soon.
@@ -268,9 +257,14 @@ impl Gpu {
     /// Stores the answer, unless a final answer is already stored.
     fn set_admission(&self, known: u32) {
         for open in [admission::UNKNOWN, admission::DEFERRED] {
-            let _ = self.admission.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);
+            self.answer(open, known);
         }
         futex::wake_all(&self.admission);
+    }
+
+    /// Replaces one answer by another. Returns `false` if the answer is not `from`.
+    fn answer(&self, from: u32, to: u32) -> bool {
+        self.admission.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 }
 

@@ -16,7 +16,7 @@ pub struct Info {
     pub identity: Identity,
     pub name: Text<64>,
     pub total: u64,
-    pub engine: Option<&'static dyn Engine>,
+    pub engine: Option<Engine>,
     pub reason: wire::EngineReason,
     /// The limit set by the program's environment; `u64::MAX` for none.
     pub env_max: u64,

@@ -82,7 +82,7 @@ pub fn repeat(
         }
     }
     let futile = gpu.reservation_answers.futile.load(Ordering::Relaxed);
-    if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {
+    if futile != 0 && Instant::now().milliseconds() < futile + FUTILE.as_millis() as u64 {
         return result;
     }
     if gpu.is_mapping_denied() {
@@ -97,13 +97,8 @@ pub fn repeat(
             return result;
         }
     }
-    gpu.reservation_answers.futile.store(now(), Ordering::Relaxed);
+    gpu.reservation_answers.futile.store(Instant::now().milliseconds(), Ordering::Relaxed);
     result
-}
-
-/// Returns the monotonic time in milliseconds, never 0.
-fn now() -> u64 {
-    Instant::now().since_start().as_millis() as u64 + 1
 }
 
 /// Requests room for `bytes` bytes. Returns whether any room was made.

@@ -2,22 +2,10 @@
 
 use crate::{
     calls::driver_memory::{allocate, free},
-    driver::{hook::hooks, types::*},
+    driver::types::*,
     gpu,
     registry::driver_memory::Kind,
 };
-
-/// The dimensions and format that a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR` describes.
-#[derive(Debug)]
-struct Texels {
-    width: u64,
-    height: u64,
-    depth: u64,
-    format: i32,
-    channels: u32,
-    /// Whether the array has no memory of its own. Memory is mapped to such an array later.
-    unbacked: bool,
-}
 
 /// `CUDA_ARRAY_DESCRIPTOR`
 #[derive(Debug)]
@@ -30,7 +18,7 @@ pub struct Array {
 }
 
 /// `CUDA_ARRAY3D_DESCRIPTOR`
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Array3D {
     width: Size,
@@ -44,53 +32,43 @@ pub struct Array3D {
 /// `CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING`.
 const ARRAY3D_UNBACKED: u32 = 0x40 | 0x80;
 
-impl Texels {
-    /// Returns the size of the texels in bytes, without the driver's padding.
+impl From<&Array> for Array3D {
+    fn from(a: &Array) -> Self {
+        Self { width: a.width, height: a.height, depth: 1, format: a.format, channels: a.channels, flags: 0 }
+    }
+}
+
+impl Array3D {
+    /// Returns the size of the texels in bytes, without the driver's padding; 0 if the array has no memory
+    /// of its own.
     fn bytes(&self) -> u64 {
+        if self.flags & ARRAY3D_UNBACKED != 0 {
+            return 0;
+        }
         let each = match self.format {
             0x01 | 0x08 => 1,
             0x02 | 0x09 | 0x10 => 2,
             _ => 4, // 32-bit integers and floats; no other format (compressed, planar) has larger texels
         };
-        let [width, height, depth] = [self.width, self.height, self.depth].map(|n| n.max(1));
-        let texels = width.saturating_mul(height).saturating_mul(depth);
-        if self.unbacked { 0 } else { texels.saturating_mul(u64::from(self.channels) * each) }
-    }
-}
-
-impl From<&Array> for Texels {
-    fn from(a: &Array) -> Self {
-        let (width, height) = (a.width as u64, a.height as u64);
-        Self { width, height, depth: 1, format: a.format, channels: a.channels, unbacked: false }
-    }
-}
-
-impl From<&Array3D> for Texels {
-    fn from(a: &Array3D) -> Self {
-        let (width, height, depth) = (a.width as u64, a.height as u64, a.depth as u64);
-        let unbacked = a.flags & ARRAY3D_UNBACKED != 0;
-        Self { width, height, depth, format: a.format, channels: a.channels, unbacked }
+        let [width, height, depth] = [self.width, self.height, self.depth].map(|n| n.max(1) as u64);
+        width.saturating_mul(height).saturating_mul(depth).saturating_mul(u64::from(self.channels) * each)
     }
 }
 
 /// Creates an array with `levels` mipmap levels, each half as large per dimension as the previous
-/// level.
-fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real: impl Fn() -> CUresult) -> CUresult
-where
-    Texels: for<'a> From<&'a D>,
-{
-    // SAFETY: `descriptor` is NULL or valid: the driver dereferences it too, and rejects NULL.
-    let bytes = unsafe { descriptor.as_ref() }.map_or(0, |d| Texels::from(d).bytes());
+/// level. If the description is NULL, the driver reports the error.
+fn make_array(place: *const CUarray, array: Option<Array3D>, levels: u32, real: impl Fn() -> CUresult) -> CUresult {
+    let bytes = array.map_or(0, |array| array.bytes());
     // Each level has at most half the bytes of the previous level.
     let bytes = if levels > 1 { bytes.saturating_mul(2) } else { bytes };
     allocate(gpu::current(), Kind::Array, place.cast(), bytes, real)
 }
 
 hooks! { real, flavour;
-    [cuArrayCreate_v2] (array: *mut CUarray, descriptor: *const Array) { make_array(array, descriptor, 1, real) }
-    [cuArray3DCreate_v2] (array: *mut CUarray, descriptor: *const Array3D) { make_array(array, descriptor, 1, real) }
-    [cuMipmappedArrayCreate] (array: *mut CUarray, descriptor: *const Array3D, levels: u32) {
-        make_array(array, descriptor, levels, real)
+    [cuArrayCreate_v2] (array: *mut CUarray, descriptor: Option<&Array>) { make_array(array, descriptor.map(Array3D::from), 1, real) }
+    [cuArray3DCreate_v2] (array: *mut CUarray, descriptor: Option<&Array3D>) { make_array(array, descriptor.copied(), 1, real) }
+    [cuMipmappedArrayCreate] (array: *mut CUarray, descriptor: Option<&Array3D>, levels: u32) {
+        make_array(array, descriptor.copied(), levels, real)
     }
     [cuArrayDestroy | cuMipmappedArrayDestroy] (array: CUarray) { free(Kind::Array, array as u64, real) }
 }

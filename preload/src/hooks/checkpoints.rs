@@ -1,9 +1,8 @@
 //! Hooks of calls that lock, checkpoint and restore other processes ([`crate::registry::checkpoints`]).
 
 use crate::{
-    driver::{hook::hooks, types::*},
+    driver::types::*,
     registry::checkpoints::{report, wait_for_room},
-    sys::errno,
 };
 use core::ffi::c_void;
 use nvshare_wire::client::CheckpointStep;
@@ -14,19 +13,20 @@ type P = *mut c_void;
 fn call(pid: i32, what: CheckpointStep, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = real();
     if result == SUCCESS {
-        errno::preserve(|| report(pid, what));
+        report(pid, what);
     }
     result
 }
 
 hooks! { real, flavour;
-    [cuCheckpointProcessLock] (pid: i32, arguments: P) { call(pid, CheckpointStep::Locked, real) }
-    [cuCheckpointProcessUnlock] (pid: i32, arguments: P) { call(pid, CheckpointStep::Locked, real) }
+    [cuCheckpointProcessLock | cuCheckpointProcessUnlock] (pid: i32, arguments: P) {
+        call(pid, CheckpointStep::Locked, real)
+    }
     [cuCheckpointProcessCheckpoint] (pid: i32, arguments: P) { call(pid, CheckpointStep::Checkpointed, real) }
     [cuCheckpointProcessRestore] (pid: i32, arguments: P) {
-        errno::preserve(|| wait_for_room(pid));
+        wait_for_room(pid);
         let result = real();
-        errno::preserve(|| report(pid, CheckpointStep::Restored));
+        report(pid, CheckpointStep::Restored);
         result
     }
 }

@@ -5,16 +5,16 @@ use crate::{
     calls::contexts::*,
     client,
     copies::route,
-    driver::{hook::hooks, types::*},
+    driver::types::*,
     gpu,
     lookup::{dlsym, table},
-    submit::{self, captures},
+    submit::captures,
 };
 use core::ffi::{c_char, c_void};
 
 type P = *mut c_void;
 
-hooks! { real, flavour;
+hooks! { always real, flavour;
     [cuInit] (flags: u32) {
         dlsym::look();
         if !crate::sys::errno::preserve(client::request_placement) {
@@ -37,7 +37,9 @@ hooks! { real, flavour;
         // SAFETY: `function` is the program's own pointer.
         unsafe { table::replace(real(), function) }
     }
+}
 
+hooks! { real, flavour;
     // ---- contexts ----
     [cuDevicePrimaryCtxRetain] (context: *mut CUcontext, device: CUdevice) {
         let result = create_context(device, context, real);
@@ -92,9 +94,7 @@ hooks! { real, flavour;
     [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { end_capture(flavour.stream(stream), real) }
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
         captures::end(stream);
-        if submit::is_active() {
-            crate::sys::errno::preserve(|| gpu::in_use().for_each(|gpu| gpu.work.forget_stream(stream)));
-        }
+        gpu::in_use().for_each(|gpu| gpu.work.forget_stream(stream));
         real()
     }
 }

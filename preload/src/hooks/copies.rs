@@ -8,11 +8,7 @@ use crate::{
         shapes::{BatchCopy3D, Copy2D, Copy3D},
         stage,
     },
-    driver::{
-        self,
-        hook::{Flavour, hooks},
-        types::*,
-    },
+    driver::{self, hook::Flavour, types::*},
     submit::fast::{GRAPH, ONE, enqueue},
 };
 use core::ffi::c_void;
@@ -117,7 +113,7 @@ unsafe fn sides_of_list(list: *const BatchCopy3D, count: Size) -> impl Iterator<
     (0..count).flat_map(move |i| unsafe { &*list.add(i) }.sides())
 }
 
-hooks! { real, flavour;
+hooks! { always real, flavour;
     [cuMemcpy | cuMemcpy_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) { copy(flavour, [to, from], n, real) }
     [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) { copy(flavour, [to, HOST], n, real) }
     [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) { copy(flavour, [HOST, from], n, real) }

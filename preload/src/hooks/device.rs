@@ -2,9 +2,8 @@
 
 use crate::{
     connection,
-    driver::{hook::hooks, types::*},
-    gpu::{self, rules},
-    submit,
+    driver::types::*,
+    gpu::{self, Gpu, rules},
 };
 use nvshare_wire::scheduler::FABRIC_HANDLES;
 
@@ -21,11 +20,10 @@ fn without_fabric(attribute: i32, device: CUdevice, value: i32) -> i32 {
         DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES => value & MEM_HANDLE_TYPE_FABRIC != 0,
         _ => false,
     };
-    if !is_asked || !submit::is_active() || !connection::is_connected() {
+    if !is_asked || !connection::is_connected() {
         return value;
     }
-    let uuid = crate::sys::errno::preserve(|| gpu::find_managed(device)?.uuid());
-    match uuid {
+    match gpu::find_managed(device).and_then(Gpu::uuid) {
         Some(uuid) if !rules::permits(uuid, FABRIC_HANDLES) => match attribute {
             DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED => 0,
             _ => value & !MEM_HANDLE_TYPE_FABRIC,

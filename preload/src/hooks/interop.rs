@@ -6,9 +6,8 @@
 
 use crate::{
     calls::{contexts::create_context, interop::call_and_tie},
-    driver::{self, hook::hooks, types::*},
+    driver::{self, types::*},
     registry::graphics::note,
-    submit,
 };
 use core::ffi::c_void;
 
@@ -33,6 +32,6 @@ hooks! { real, flavour;
     [cuEGLStreamConsumerConnectWithFlags] (connection: P, stream: P, flags: u32) { note(real) }
     [cuImportExternalMemory | cuImportExternalSemaphore] (place: P, description: P) { note(real) }
     [cuGetExportTable] (table: P, id: *const [u8; 16]) {
-        if submit::is_active() && driver::has_untracked_library() { call_and_tie(real) } else { real() }
+        if driver::has_untracked_library() { call_and_tie(real) } else { real() }
     }
 }

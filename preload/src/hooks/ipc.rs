@@ -5,11 +5,12 @@
 
 use crate::{
     calls::allocate,
-    driver::{context::is_current_broken, hook::hooks, types::*},
+    driver::{context::is_current_broken, put_result, types::*},
     gpu,
+    memory::space::NotExported,
     registry::{
         self,
-        shared::{self, Attempt, IpcHandle},
+        shared::{self, IpcHandle},
     },
     submit::{self, closed},
     sys::time::{self, Instant},
@@ -32,51 +33,39 @@ pub struct MemHandle(IpcHandle);
 fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
     let own = registry::find_own(address).filter(|_| !place.is_null() && !is_current_broken());
     let Some((gpu, _)) = own else { return real() };
-    crate::sys::errno::preserve(|| {
-        let begin = Instant::now();
-        loop {
-            match shared::export(gpu, address) {
-                Attempt::Done(handle) => {
-                    // SAFETY: `place` is the program's own pointer and not NULL.
-                    unsafe { place.write_unaligned(MemHandle(handle)) };
-                    return SUCCESS;
-                }
-                Attempt::Impossible => return real(),
-                Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !submit::is_active() => {
-                    return ERROR_OUT_OF_MEMORY;
-                }
-                // The scheduler makes room for clients that request the lock, so this thread
-                // requests the lock. But the thread waits only for the memory, and not for the
-                // lock.
-                Attempt::Away => gpu.wait(closed::MEMORY),
+    let begin = Instant::now();
+    loop {
+        match shared::export(gpu, address) {
+            Ok(handle) => {
+                // SAFETY: `place` is the program's own pointer and not NULL.
+                unsafe { place.write_unaligned(MemHandle(handle)) };
+                return SUCCESS;
             }
-            time::sleep(POLL_INTERVAL);
+            Err(NotExported::Impossible) => return real(),
+            Err(NotExported::Away) if begin.elapsed() >= RETURN_TIMEOUT || !submit::is_active() => {
+                return ERROR_OUT_OF_MEMORY;
+            }
+            // The scheduler makes room for clients that request the lock, so this thread
+            // requests the lock. But the thread waits only for the memory, and not for the
+            // lock.
+            Err(NotExported::Away) => gpu.wait(closed::MEMORY),
         }
-    })
+        time::sleep(POLL_INTERVAL);
+    }
 }
 
 fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Some(gpu) = submit::is_active().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
-        return real();
-    };
+    let Some(gpu) = gpu::current().filter(|_| shared::is_ours(&handle.0)) else { return real() };
     if place.is_null() || flags != LAZY_ENABLE_PEER_ACCESS {
         return ERROR_INVALID_VALUE;
     }
-    crate::sys::errno::preserve(|| {
-        let context = match allocate::usable_context() {
-            Ok(Some(context)) => context,
-            Ok(None) => return real(),
-            Err(error) => return error,
-        };
-        match shared::open(&handle.0, gpu, context) {
-            Ok(address) => {
-                // SAFETY: `place` is the program's own pointer and not NULL.
-                unsafe { place.write_unaligned(address) };
-                SUCCESS
-            }
-            Err(error) => error,
-        }
-    })
+    let context = match allocate::usable_context() {
+        Ok(Some(context)) => context,
+        Ok(None) => return real(),
+        Err(error) => return error,
+    };
+    // SAFETY: `place` is the program's own pointer and not NULL.
+    unsafe { put_result(place, shared::open(&handle.0, gpu, context)) }
 }
 
 hooks! { real, flavour;
@@ -85,6 +74,6 @@ hooks! { real, flavour;
         open(place, &handle, flags, real)
     }
     [cuIpcCloseMemHandle] (address: CUdeviceptr) {
-        if submit::is_active() && crate::sys::errno::preserve(|| shared::close(address)).is_some() { SUCCESS } else { real() }
+        if shared::close(address).is_some() { SUCCESS } else { real() }
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     calls::access::{bytes, with_memory, with_memory_along},
     copies::shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
-    driver::{hook::hooks, types::*},
+    driver::types::*,
     gpu::{
         self,
         peers::couple,
@@ -50,7 +50,7 @@ unsafe fn launch_on_all(list: *const LaunchParams, count: u32, call: impl Fn() -
     })
 }
 
-hooks! { real, flavour;
+hooks! { always real, flavour;
     // ---- kernels ----
     [cuLaunchKernel | cuLaunchKernel_ptsz] (
         f: CUfunction, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,

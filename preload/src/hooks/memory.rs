@@ -2,7 +2,7 @@
 
 use crate::{
     calls::{address_query, allocate, driver_memory, export},
-    driver::{self, context::is_current_broken, hook::hooks, put, types::*},
+    driver::{self, context::is_current_broken, put, types::*},
     registry::{self, driver_memory::Kind},
 };
 use core::ffi::c_void;

@@ -4,22 +4,19 @@
 use crate::{
     driver::{
         context::{current_context, is_current_broken},
-        hook::hooks,
         put, query,
         types::*,
     },
     gpu::{self, memory_info, rules},
-    submit,
 };
 
 /// Lowers a size that the driver has reported for a GPU to the program's limit on that GPU.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
-    if result == SUCCESS && rules::are_limits_set() {
-        crate::sys::errno::preserve(|| {
-            if let Some(gpu) = gpu::find_managed(device) {
-                bound(gpu.memory_limit());
-            }
-        });
+    if result == SUCCESS
+        && rules::are_limits_set()
+        && let Some(gpu) = gpu::find_managed(device)
+    {
+        bound(gpu.memory_limit());
     }
     result
 }
@@ -38,8 +35,7 @@ hooks! { real, flavour;
         })
     }
     [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
-        let gpu = if submit::is_active() { gpu::current() } else { None };
-        let Some(gpu) = gpu.filter(|gpu| gpu.space().is_some()) else { return real() };
+        let Some(gpu) = gpu::current().filter(|gpu| gpu.space().is_some()) else { return real() };
         if current_context().is_ok_and(|context| context.is_null()) || is_current_broken() {
             return real();
         }

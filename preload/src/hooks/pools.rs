@@ -5,12 +5,12 @@
 
 use crate::{
     calls::{
-        allocate::{change, free_later, is_backed_in_time, with_retries},
+        allocate::{allocate_backed, change, free_later},
         driver_memory,
     },
     connection,
-    driver::{self, context::current_or_null, hook::hooks, put, query, types::*},
-    env::{settings, trace::trace},
+    driver::{self, context::current_or_null, put, put_result, query, types::*},
+    env::settings,
     gpu::{self, Gpu, peers::couple},
     memory::space::{Allocated, Backing, Space, has_pending_frees},
     registry::{
@@ -55,9 +55,8 @@ fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl F
 
 /// Returns the pool from which the GPU allocates if the program names none.
 fn current_pool(gpu: &Gpu) -> Option<CUmemoryPool> {
-    let mut pool = core::ptr::null_mut();
-    // SAFETY: `pool` outlives the call.
-    (unsafe { driver::cuDeviceGetMemPool(&mut pool, gpu.index as CUdevice) } == SUCCESS).then_some(pool)
+    // SAFETY: the place is valid.
+    query::handle(|pool| unsafe { driver::cuDeviceGetMemPool(pool, gpu.index as CUdevice) }).ok()
 }
 
 /// Allocates from `pool`, or from the current pool of the stream's GPU if `pool` is `None`.
@@ -68,16 +67,10 @@ fn allocate(
     stream: CUstream,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    let is_possible = submit::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
-    if is_possible && let Some(allocated) = crate::sys::errno::preserve(|| allocate_movable(size, pool, stream)) {
-        return match allocated {
-            Ok(address) => {
-                // SAFETY: `place` is the program's own pointer and not NULL.
-                unsafe { *place = address };
-                SUCCESS
-            }
-            Err(error) => error,
-        };
+    let is_possible = !place.is_null() && size > 0 && settings::get().movable_pools;
+    if is_possible && let Some(allocated) = allocate_movable(size, pool, stream) {
+        // SAFETY: `place` is the program's own pointer and not NULL.
+        return unsafe { put_result(place, allocated) };
     }
     allocate_pinned(place, size, stream, real)
 }
@@ -102,14 +95,8 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
         Some(address) => Ok(Allocated { address, backing: Backing::There }),
         None => space.allocate_with_pool(pool as u64, size as u64, beyond, &gpu.work),
     };
-    let result = with_retries(gpu, space, size, false, take).and_then(|Allocated { backing, address }| {
-        let undo = |space: &mut Space| space.undo_in_pool(address, &gpu.work);
-        if is_backed_in_time(gpu, space, backing, undo) { Ok(address) } else { Err(ERROR_OUT_OF_MEMORY) }
-    });
-    if let Err(error) = result {
-        trace!("GPU {}: allocation of {size} bytes from a pool: {error}", gpu.index);
-    }
-    Some(result)
+    let undo = |space: &mut Space, address| space.undo_in_pool(address, &gpu.work);
+    Some(allocate_backed(gpu, space, size, take, undo))
 }
 
 /// The outcome of a free.
@@ -155,8 +142,8 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
 }
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if submit::is_active() && settings::get().movable_pools {
-        match crate::sys::errno::preserve(|| free_in_pool(address, stream)) {
+    if settings::get().movable_pools {
+        match free_in_pool(address, stream) {
             Freed::Done => return SUCCESS,
             Freed::Impossible => return real(),
             Freed::NotOurs => {}
@@ -273,24 +260,22 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
 
 /// Runs `then` if the call has succeeded and this library may serve pools.
 fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
-    if result == SUCCESS && submit::is_active() && settings::get().movable_pools {
-        crate::sys::errno::preserve(then);
+    if result == SUCCESS && settings::get().movable_pools {
+        then();
     }
     result
 }
 
 fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !(submit::is_active() && settings::get().movable_pools) {
+    if !settings::get().movable_pools {
         return real();
     }
-    let taken = crate::sys::errno::preserve(|| pools::take(pool as u64));
+    let taken = pools::take(pool as u64);
     let result = real();
-    crate::sys::errno::preserve(|| {
-        if result != SUCCESS {
-            taken.restore();
-        }
-        connection::wake(); // the client's thread frees memory that work still uses
-    });
+    if result != SUCCESS {
+        taken.restore();
+    }
+    connection::wake(); // the client's thread frees memory that work still uses
     result
 }
 
@@ -321,7 +306,9 @@ hooks! { real, flavour;
         after(real(), || unsafe { add_statistics(pool, which, value) })
     }
     [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }
+}
 
+hooks! { always real, flavour;
     [cuStreamSynchronize | cuStreamSynchronize_ptsz] (stream: CUstream) {
         wait_for_work(|| Wait::Stream(flavour.stream(stream)), real)
     }

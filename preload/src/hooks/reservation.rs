@@ -1,11 +1,8 @@
 //! Hooks of calls in which the driver allocates GPU memory for itself, for code, stacks and streams. If
 //! memory is short, the scheduler makes room and the call is repeated ([`crate::gpu::reservation`]).
 
-use crate::{
-    driver::{hook::hooks, types::*},
-    gpu::reservation::retry,
-    sys::errno,
-};
+use crate::{driver::types::*, gpu::reservation::retry, sys::errno};
+use alloc::vec::Vec;
 use core::ffi::{c_char, c_void};
 
 type P = *mut c_void;
@@ -20,23 +17,13 @@ fn retry_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     if values.is_null() || n == 0 || n > MANY {
         return retry(real);
     }
-    let mut saved = [0; MANY as usize];
-    let restore = |saved: &[usize; MANY as usize]| {
-        // SAFETY: `values` is the program's own array of length `n`, and the driver writes to it too.
-        saved
-            .iter()
-            .take(n as usize)
-            .enumerate()
-            .for_each(|(i, value)| unsafe { values.add(i).write_unaligned(*value) });
-    };
-    for (i, value) in saved.iter_mut().take(n as usize).enumerate() {
-        // SAFETY: `values` is the program's own array of length `n`.
-        *value = unsafe { values.add(i).read_unaligned() };
-    }
+    // SAFETY: `values` is the program's own array of length `n`.
+    let saved: Vec<_> = (0..n as usize).map(|i| unsafe { values.add(i).read_unaligned() }).collect();
     let again = core::cell::Cell::new(false);
     retry(|| {
         if again.replace(true) {
-            restore(&saved);
+            // SAFETY: `values` is the program's own array of length `n`, and the driver writes to it too.
+            saved.iter().enumerate().for_each(|(i, value)| unsafe { values.add(i).write_unaligned(*value) });
         }
         real()
     })
@@ -48,7 +35,7 @@ fn make_stream(flags: u32) {
     }
 }
 
-hooks! { real, flavour;
+hooks! { always real, flavour;
     [cuModuleLoad] (module: P, path: *const c_char) { retry(real) }
     [cuModuleLoadData | cuModuleLoadFatBinary] (module: P, image: P) { retry(real) }
     [cuModuleLoadDataEx] (module: P, image: P, n: u32, options: P, values: P) { retry_with(n, values, real) }

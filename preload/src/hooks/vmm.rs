@@ -11,14 +11,15 @@ use crate::{
         address_query::{get_access, properties},
         driver_memory,
         export::{bind, bind_at, escape_handle},
-        mappings::{attach, create, is_ours, map, movable, release, set_access, unmap, whole},
+        mappings::{attach, create, map, movable, release, set_access, unmap, whole},
     },
-    driver::{self, hook::hooks, types::*},
-    registry::{self, driver_memory::Kind, virtual_memory::TABLE},
-    submit::{
+    driver::{self, types::*},
+    registry::{
         self,
-        fast::{ONE, enqueue},
+        driver_memory::Kind,
+        virtual_memory::{TABLE, is_virtual},
     },
+    submit::fast::{ONE, enqueue},
 };
 use core::ffi::c_void;
 
@@ -46,7 +47,7 @@ pub struct ArrayMap {
 unsafe fn maps_ours(list: *const ArrayMap, n: u32) -> bool {
     // SAFETY: `list` has `n` entries: the caller's contract. An entry that unmaps may have no handle, but
     // always has the field.
-    !list.is_null() && (0..n as usize).any(|i| is_ours(unsafe { (*list.add(i)).memory }))
+    !list.is_null() && (0..n as usize).any(|i| is_virtual(unsafe { (*list.add(i)).memory }))
 }
 
 hooks! { real, flavour;
@@ -55,46 +56,41 @@ hooks! { real, flavour;
             return ERROR_OUT_OF_MEMORY;
         }
         match movable(handle, size, prop, flags) {
-            Some((gpu, space, flags)) => crate::sys::errno::preserve(|| create(handle, size, gpu, space, flags)),
+            Some((gpu, space, flags)) => create(handle, size, gpu, space, flags),
             None if handle.is_null() || flags != 0 || !whole(size as u64) => real(), // the driver reports the error
             None => driver_memory::allocate(registry::driver_memory::gpu_of(prop), Kind::Chunk, handle, size as u64, real),
         }
     }
     [cuMemRelease] (handle: Handle) {
-        if is_ours(handle) {
-            crate::sys::errno::preserve(|| release(handle))
-        } else {
-            driver_memory::free(Kind::Chunk, handle, real)
-        }
+        if is_virtual(handle) { release(handle) } else { driver_memory::free(Kind::Chunk, handle, real) }
     }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
         if registry::is_ours(address as CUdeviceptr) {
             return ERROR_INVALID_VALUE; // like the driver, for memory that cuMemCreate did not create
         }
-        if submit::is_active() {
-            let mut table = TABLE.lock();
-            if let Some(found) = table.at(address as CUdeviceptr).and_then(|(mapping, _)| mapping.handle) {
-                if handle.is_null() {
-                    return ERROR_INVALID_VALUE;
-                }
-                table.retain(found);
-                // SAFETY: `handle` is the program's own pointer and not NULL.
-                unsafe { handle.write(found) };
-                return SUCCESS;
+        let mut table = TABLE.lock();
+        if let Some(found) = table.at(address as CUdeviceptr).and_then(|(mapping, _)| mapping.handle) {
+            if handle.is_null() {
+                return ERROR_INVALID_VALUE;
             }
+            table.retain(found);
+            // SAFETY: `handle` is the program's own pointer and not NULL.
+            unsafe { handle.write(found) };
+            return SUCCESS;
         }
+        drop(table);
         let result = real();
         // SAFETY: the driver has just written `handle`.
-        if let (true, SUCCESS, Some(handle)) = (submit::is_active(), result, unsafe { handle.as_ref() }) {
+        if let (SUCCESS, Some(handle)) = (result, unsafe { handle.as_ref() }) {
             registry::driver_memory::retain(*handle);
         }
         result
     }
     [cuMemGetAllocationPropertiesFromHandle] (prop: *mut AllocationProp, handle: Handle) {
-        if is_ours(handle) { properties(prop, handle) } else { real() }
+        if is_virtual(handle) { properties(prop, handle) } else { real() }
     }
     [cuMemExportToShareableHandle] (shareable: P, handle: Handle, kind: i32, flags: u64) {
-        if !is_ours(handle) {
+        if !is_virtual(handle) {
             return real();
         }
         let types = TABLE.lock().memory(handle).map(|memory| memory.flags.handle_types);
@@ -110,15 +106,12 @@ hooks! { real, flavour;
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {
         let result = real();
         // SAFETY: the driver has just written `place`.
-        if let (true, SUCCESS, Some(at)) = (submit::is_active(), result, unsafe { place.as_ref() }) {
+        if let (SUCCESS, Some(at)) = (result, unsafe { place.as_ref() }) {
             TABLE.lock().reserve(*at, size as u64);
         }
         result
     }
     [cuMemAddressFree] (address: CUdeviceptr, size: Size) {
-        if !submit::is_active() {
-            return real();
-        }
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
@@ -133,11 +126,8 @@ hooks! { real, flavour;
         result
     }
     [cuMemMap] (address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64) {
-        if is_ours(handle) {
-            return crate::sys::errno::preserve(|| map(address, size as u64, offset as u64, handle, flags));
-        }
-        if !submit::is_active() {
-            return real();
+        if is_virtual(handle) {
+            return map(address, size as u64, offset as u64, handle, flags);
         }
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
@@ -148,8 +138,8 @@ hooks! { real, flavour;
         }
         let result = real();
         if result == SUCCESS {
-            table.map(address, size as u64, None);
-            registry::driver_memory::map(address, handle);
+            let is_counted = registry::driver_memory::retain(handle);
+            table.map(address, size as u64, is_counted.then_some(handle));
         }
         result
     }
@@ -157,20 +147,16 @@ hooks! { real, flavour;
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if submit::is_active() { crate::sys::errno::preserve(|| unmap(address, size as u64, real)) } else { real() }
+        unmap(address, size as u64, real)
     }
     [cuMemSetAccess] (address: CUdeviceptr, size: Size, wanted: *const AccessDesc, count: Size) {
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if submit::is_active() {
-            crate::sys::errno::preserve(|| set_access(address, size as u64, wanted, count, real))
-        } else {
-            real()
-        }
+        set_access(address, size as u64, wanted, count, real)
     }
     [cuMemGetAccess] (flags: *mut u64, location: *const Location, address: CUdeviceptr) {
-        if submit::is_active() { get_access(flags, location, address, real) } else { real() }
+        get_access(flags, location, address, real)
     }
 
     [cuMulticastBindMem] (object: Handle, at: Size, memory: Handle, offset: Size, size: Size, flags: u64) {

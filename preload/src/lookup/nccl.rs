@@ -24,13 +24,15 @@
 
 use crate::{
     connection::gangs,
-    driver::redirect,
+    driver::{
+        detour::{Arguments, thunks},
+        redirect,
+    },
     env::{launcher, settings},
     submit,
     sys::{elf, errno, thread},
 };
 use core::{
-    arch::naked_asm,
     ffi::{CStr, c_char},
     slice,
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -47,9 +49,6 @@ const SCALABLE: usize = 2;
 /// The number of loaded NCCLs whose communicators are noticed.
 const LIBRARIES: usize = 8;
 const THUNKS: usize = LIBRARIES * NAMES.len();
-
-/// The distance between two thunks, in bytes.
-const STRIDE: usize = 16;
 
 /// The function of each thunk: [`NAMES`] of the first NCCL, then of the next one; 0 if the thunk is
 /// unused.
@@ -124,152 +123,46 @@ fn give_thunks(functions: [usize; NAMES.len()]) {
     redirect::try_redirect(functions[0], &pairs, true);
 }
 
-fn thunk_at(thunk: usize) -> usize {
-    thunks as *const () as usize + thunk * STRIDE
-}
-
-/// The arguments of a call, as [`enter`] saves them.
-#[repr(C)]
-struct Call {
-    /// `rax`, which keeps the stack aligned, `r9`, `r8`, `rcx`, `rdx`, `rsi` and `rdi`.
-    #[cfg(target_arch = "x86_64")]
-    registers: [usize; 7],
-    #[cfg(target_arch = "x86_64")]
-    return_address: usize,
-    /// The first argument on the stack. An argument of 128 bytes is passed there by value.
-    #[cfg(target_arch = "x86_64")]
-    id: [u8; ID_LEN],
-    /// `x0` to `x7`. An argument of 128 bytes is passed as the address of a copy.
-    #[cfg(target_arch = "aarch64")]
-    registers: [usize; 8],
-}
-
-impl Call {
-    /// An argument that is passed in a register. The struct of 128 bytes does not count on x86-64.
-    fn argument(&self, at: usize) -> usize {
+/// Returns the unique id of a communicator of several processes. `function`: the index in [`NAMES`].
+///
+/// # Safety
+/// The call is one of that function.
+unsafe fn id_of<'a>(call: *const Arguments, function: usize) -> Option<&'a [u8]> {
+    // ncclCommInitRank(ncclComm_t *, int nranks, ncclUniqueId, int rank)
+    // ncclCommInitRankConfig(ncclComm_t *, int nranks, ncclUniqueId, int rank, ncclConfig_t *)
+    // ncclCommInitRankScalable(ncclComm_t *, int nranks, int rank, int count, ncclUniqueId *, ncclConfig_t *)
+    // SAFETY: the thunk has saved the arguments.
+    let argument = |at| unsafe { (*call).integer(at) };
+    let ranks = argument(1) as i32;
+    let id = match function {
+        SCALABLE if argument(3) as i32 > 0 => argument(4) as *const u8,
+        SCALABLE => return None,
+        // The id has 128 bytes. On x86-64, it is the first argument on the stack, and in no register.
         #[cfg(target_arch = "x86_64")]
-        let at = 6 - at;
-        self.registers.get(at).copied().unwrap_or(0)
-    }
-
-    /// The unique id of a communicator of several processes. `function`: the index in [`NAMES`].
-    ///
-    /// # Safety
-    /// The call is one of that function.
-    unsafe fn id(&self, function: usize) -> Option<&[u8]> {
-        // ncclCommInitRank(ncclComm_t *, int nranks, ncclUniqueId, int rank)
-        // ncclCommInitRankConfig(ncclComm_t *, int nranks, ncclUniqueId, int rank, ncclConfig_t *)
-        // ncclCommInitRankScalable(ncclComm_t *, int nranks, int rank, int count, ncclUniqueId *, ncclConfig_t *)
-        let ranks = self.argument(1) as i32;
-        let id = match function {
-            SCALABLE if self.argument(3) as i32 > 0 => self.argument(4) as *const u8,
-            SCALABLE => return None,
-            #[cfg(target_arch = "x86_64")]
-            _ => self.id.as_ptr(),
-            #[cfg(target_arch = "aarch64")]
-            _ => self.argument(2) as *const u8,
-        };
-        // SAFETY: the caller's contract. NCCL reads the same bytes.
-        (ranks > 1 && !id.is_null()).then(|| unsafe { slice::from_raw_parts(id, ID_LEN) })
-    }
+        _ => call.wrapping_add(1).cast(),
+        // The argument is the address of a copy.
+        #[cfg(target_arch = "aarch64")]
+        _ => argument(2) as *const u8,
+    };
+    // SAFETY: the caller's contract. NCCL reads the same bytes.
+    (ranks > 1 && !id.is_null()).then(|| unsafe { slice::from_raw_parts(id, ID_LEN) })
 }
 
 /// Called by a thunk, with an address inside that thunk and the arguments of the call. Returns the
 /// address of the thunk's function.
-unsafe extern "C" fn on_call(inside: usize, call: &Call) -> usize {
-    let thunk = inside.wrapping_sub(thunks as *const () as usize) / STRIDE;
+unsafe extern "C" fn on_call(inside: usize, call: *const Arguments) -> usize {
+    let thunk = thunk_of(inside);
     errno::preserve(|| {
         // SAFETY: the thunk belongs to this function of NCCL.
-        if let Some(id) = unsafe { call.id(thunk % NAMES.len()) }.filter(|_| !settings::get().refuses_gangs) {
+        let id = unsafe { id_of(call, thunk % NAMES.len()) };
+        if let Some(id) = id.filter(|_| !settings::get().refuses_gangs) {
             gangs::join(launcher::hash(id));
         }
     });
     FUNCTIONS.get(thunk).map_or(0, |function| function.load(Ordering::SeqCst))
 }
 
-/// The thunks, one after another.
-#[cfg(target_arch = "x86_64")]
-#[unsafe(naked)]
-unsafe extern "C" fn thunks() {
-    naked_asm!(
-        ".rept {thunks}",
-        ".balign {stride}",
-        "lea r11, [rip]", // identifies the thunk by its own address; r11 is free at a call
-        "jmp {enter}",
-        ".endr",
-        thunks = const THUNKS,
-        stride = const STRIDE,
-        enter = sym enter,
-    )
-}
-
-/// Calls [`on_call`], and then jumps to the function. All arguments are integers, so no other
-/// registers contain arguments.
-#[cfg(target_arch = "x86_64")]
-#[unsafe(naked)]
-unsafe extern "C" fn enter() {
-    naked_asm!(
-        "push rdi",
-        "push rsi",
-        "push rdx",
-        "push rcx",
-        "push r8",
-        "push r9",
-        "push rax", // keeps the stack aligned for the call
-        "mov rdi, r11",
-        "mov rsi, rsp",
-        "call {on_call}",
-        "mov r11, rax",
-        "pop rax",
-        "pop r9",
-        "pop r8",
-        "pop rcx",
-        "pop rdx",
-        "pop rsi",
-        "pop rdi",
-        "jmp r11",
-        on_call = sym on_call,
-    )
-}
-
-#[cfg(target_arch = "aarch64")]
-#[unsafe(naked)]
-unsafe extern "C" fn thunks() {
-    naked_asm!(
-        ".rept {thunks}",
-        ".balign {stride}",
-        "adr x16, .", // identifies the thunk by its own address; x16 is free at a call
-        "b {enter}",
-        ".endr",
-        thunks = const THUNKS,
-        stride = const STRIDE,
-        enter = sym enter,
-    )
-}
-
-#[cfg(target_arch = "aarch64")]
-#[unsafe(naked)]
-unsafe extern "C" fn enter() {
-    naked_asm!(
-        "stp x29, x30, [sp, #-80]!",
-        "mov x29, sp",
-        "stp x0, x1, [sp, #16]",
-        "stp x2, x3, [sp, #32]",
-        "stp x4, x5, [sp, #48]",
-        "stp x6, x7, [sp, #64]",
-        "mov x0, x16",
-        "add x1, sp, #16",
-        "bl {on_call}",
-        "mov x16, x0",
-        "ldp x6, x7, [sp, #64]",
-        "ldp x4, x5, [sp, #48]",
-        "ldp x2, x3, [sp, #32]",
-        "ldp x0, x1, [sp, #16]",
-        "ldp x29, x30, [sp], #80",
-        "br x16",
-        on_call = sym on_call,
-    )
-}
+thunks!(THUNKS, on_call);
 
 #[cfg(test)]
 mod tests {

@@ -1,8 +1,8 @@
 //! Engines: ways to evict memory from a GPU. An [`Engine`] reserves address ranges, maps chunks of them
 //! on the GPU and unmaps them.
 //!
-//! [`Swap`] maps physical chunks at reserved addresses. The eviction of a chunk frees its bytes
-//! immediately, and the chunk is restored at the same address. [`Managed`] uses managed memory: pages
+//! [`Engine::Swap`] maps physical chunks at reserved addresses. The eviction of a chunk frees its bytes
+//! immediately, and the chunk is restored at the same address. [`Engine::Managed`] uses managed memory: pages
 //! fault in when they are touched, and chunks are prefetched.
 
 use crate::driver::{types::*, *};
@@ -41,37 +41,14 @@ impl Flags {
 
 /// Returns the properties of new chunks.
 pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
-    let exportable = flags.exportable && Swap.shares(gpu);
+    let exportable = flags.exportable && Engine::Swap.shares(gpu);
     AllocationProp {
         kind: MEM_ALLOCATION_TYPE_PINNED,
         requested_handle_types: flags.handle_types | if exportable { MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR } else { 0 },
         location: Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu },
-        win32_handle_meta_data: core::ptr::null_mut(),
-        compression_type: 0,
         gpu_direct_rdma_capable: flags.rdma,
-        usage: 0,
-        reserved: [0; 4],
+        ..AllocationProp::default()
     }
-}
-
-pub trait Engine: Sync + core::fmt::Debug {
-    fn kind(&self) -> client::Engine;
-    /// Reserves addresses for `len` bytes. The addresses have no memory yet if the engine supports that.
-    fn reserve(&self, len: u64) -> Result<u64, CUresult>;
-    /// Frees the addresses. Returns `false` if only a thread of the program can free them.
-    fn unreserve(&self, base: u64, len: u64) -> bool;
-    /// Backs a chunk with memory on the GPU. Its contents are undefined.
-    fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult>;
-    /// Frees the chunk's memory on the GPU. No running work may access it.
-    fn unmap(&self, at: u64, len: u64, handle: Handle);
-    /// Whether this library must copy contents to a host buffer before `unmap` and back after `map`.
-    fn copies(&self) -> bool;
-    /// Whether chunks can be exported to other processes.
-    fn shares(&self, _: CUdevice) -> bool {
-        false
-    }
-    /// Prefetches the chunk to the GPU or to the host. Does nothing if the engine copies.
-    fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream);
 }
 
 fn devices(set: u64) -> impl Iterator<Item = CUdevice> {
@@ -86,9 +63,6 @@ pub fn let_in(gpu: CUdevice, at: u64, len: u64) -> Result<(), CUresult> {
     check(unsafe { cuMemSetAccess(at, len as usize, &access, 1) })
 }
 
-#[derive(Debug)]
-pub struct Swap;
-
 /// The GPUs on which chunks are created exportable, one bit per GPU. Exportable chunks cost nothing
 /// extra [H200].
 static SHARING: AtomicU64 = AtomicU64::new(0);
@@ -97,12 +71,11 @@ static SHARING: AtomicU64 = AtomicU64::new(0);
 /// containers, creates a chunk that is not exportable.
 fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
     let create = |flags| {
-        let mut handle = 0;
-        // SAFETY: `handle` and the properties outlive the call.
-        check(unsafe { cuMemCreate(&mut handle, len as usize, &properties(gpu, flags), 0) }).map(|()| handle)
+        // SAFETY: the place is valid, and the properties outlive the call.
+        query::value(|handle| unsafe { cuMemCreate(handle, len as usize, &properties(gpu, flags), 0) })
     };
     match create(flags) {
-        Err(error) if error != ERROR_OUT_OF_MEMORY && flags.exportable && Swap.shares(gpu) => {
+        Err(error) if error != ERROR_OUT_OF_MEMORY && flags.exportable && Engine::Swap.shares(gpu) => {
             let handle = create(Flags { exportable: false, ..flags })?;
             SHARING.fetch_and(!bit(gpu), Ordering::Relaxed);
             Ok(handle)
@@ -111,29 +84,51 @@ fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
     }
 }
 
-fn bit(gpu: CUdevice) -> u64 {
+/// The bit of a GPU in a set.
+pub fn bit(gpu: CUdevice) -> u64 {
     u32::try_from(gpu).ok().and_then(|gpu| 1u64.checked_shl(gpu)).unwrap_or(0)
 }
 
-impl Engine for Swap {
-    fn kind(&self) -> client::Engine {
-        client::Engine::Swap
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    Swap,
+    Managed,
+}
+
+impl Engine {
+    pub fn kind(self) -> client::Engine {
+        match self {
+            Self::Swap => client::Engine::Swap,
+            Self::Managed => client::Engine::Managed,
+        }
     }
 
-    fn reserve(&self, len: u64) -> Result<u64, CUresult> {
-        let mut base = 0;
-        // SAFETY: `base` outlives the call.
-        check(unsafe { cuMemAddressReserve(&mut base, len as usize, GRANULE as usize, 0, 0) })?;
-        Ok(base)
+    /// Reserves addresses for `len` bytes. The addresses have no memory yet if the engine supports that.
+    pub fn reserve(self, len: u64) -> Result<u64, CUresult> {
+        // SAFETY: the place is valid.
+        query::value(|base| unsafe {
+            match self {
+                Self::Swap => cuMemAddressReserve(base, len as usize, GRANULE as usize, 0, 0),
+                Self::Managed => cuMemAllocManaged(base, len as usize, MEM_ATTACH_GLOBAL),
+            }
+        })
     }
 
-    fn unreserve(&self, base: u64, len: u64) -> bool {
+    /// Frees the addresses. Returns `false` if only a thread of the program can free them.
+    pub fn unreserve(self, base: u64, len: u64) -> bool {
+        if self == Self::Managed {
+            return false; // `cuMemFree` would wait for the work of the current context
+        }
         // SAFETY: this library has reserved the range, and no chunk is mapped in it.
         unsafe { cuMemAddressFree(base, len as usize) };
         true
     }
 
-    fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult> {
+    /// Backs a chunk with memory on the GPU. Its contents are undefined.
+    pub fn map(self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult> {
+        if self == Self::Managed {
+            return Ok(0);
+        }
         let handle = create(gpu, len, flags)?;
         // SAFETY: this library has reserved `at..at + len`, and no chunk is mapped there. `handle` is a new
         // chunk of `len` bytes.
@@ -152,59 +147,35 @@ impl Engine for Swap {
         Ok(handle)
     }
 
-    fn unmap(&self, at: u64, len: u64, handle: Handle) {
-        // SAFETY: the chunk was mapped by `map`, and the caller ensures that no running work accesses it.
-        unsafe {
-            cuMemUnmap(at, len as usize);
-            cuMemRelease(handle);
+    /// Frees the chunk's memory on the GPU. No running work may access it.
+    pub fn unmap(self, at: u64, len: u64, handle: Handle) {
+        if self == Self::Swap {
+            // SAFETY: the chunk was mapped by `map`, and the caller ensures that no running work accesses it.
+            unsafe {
+                cuMemUnmap(at, len as usize);
+                cuMemRelease(handle);
+            }
         }
     }
 
-    fn copies(&self) -> bool {
-        true
+    /// Whether this library must copy contents to a host buffer before `unmap` and back after `map`.
+    pub fn copies(self) -> bool {
+        self == Self::Swap
     }
 
-    fn shares(&self, gpu: CUdevice) -> bool {
-        SHARING.load(Ordering::Relaxed) & bit(gpu) != 0
+    /// Whether chunks can be exported to other processes.
+    pub fn shares(self, gpu: CUdevice) -> bool {
+        self == Self::Swap && SHARING.load(Ordering::Relaxed) & bit(gpu) != 0
     }
 
-    fn prefetch(&self, _: CUdevice, _: u64, _: u64, _: bool, _: CUstream) {}
-}
-
-#[derive(Debug)]
-pub struct Managed;
-
-impl Engine for Managed {
-    fn kind(&self) -> client::Engine {
-        client::Engine::Managed
-    }
-
-    fn reserve(&self, len: u64) -> Result<u64, CUresult> {
-        let mut base = 0;
-        // SAFETY: `base` outlives the call.
-        check(unsafe { cuMemAllocManaged(&mut base, len as usize, MEM_ATTACH_GLOBAL) })?;
-        Ok(base)
-    }
-
-    fn unreserve(&self, _: u64, _: u64) -> bool {
-        false // `cuMemFree` would wait for the work of the current context
-    }
-
-    fn map(&self, _: CUdevice, _: u64, _: u64, _: Flags) -> Result<Handle, CUresult> {
-        Ok(0)
-    }
-
-    fn unmap(&self, _: u64, _: u64, _: Handle) {}
-
-    fn copies(&self) -> bool {
-        false
-    }
-
-    fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream) {
+    /// Prefetches the chunk to the GPU or to the host. Does nothing if the engine copies.
+    pub fn prefetch(self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream) {
         let to = if onto_gpu { gpu } else { DEVICE_CPU };
-        // SAFETY: the range is inside an allocation of this library. The result is ignored: if a prefetch
-        // fails, pages fault in on demand.
-        unsafe { cuMemPrefetchAsync(at, len as usize, to, stream) };
+        if self == Self::Managed {
+            // SAFETY: the range is inside an allocation of this library. The result is ignored: if a prefetch
+            // fails, pages fault in on demand.
+            unsafe { cuMemPrefetchAsync(at, len as usize, to, stream) };
+        }
     }
 }
 
@@ -221,12 +192,12 @@ pub fn can_prefetch(gpu: CUdevice) -> bool {
 /// Chooses the engine for a GPU: the requested engine if the GPU supports it, otherwise the best
 /// supported engine. Also returns the reason. If the engine is `None`, memory stays where the driver
 /// put it.
-pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<&'static dyn Engine>, EngineReason) {
+pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<Engine>, EngineReason) {
     if has(gpu, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
         SHARING.fetch_or(bit(gpu), Ordering::Relaxed);
     }
-    let swap = || has(gpu, DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED).then_some(&Swap as &dyn Engine);
-    let managed = || can_prefetch(gpu).then_some(&Managed as &dyn Engine);
+    let swap = || has(gpu, DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED).then_some(Engine::Swap);
+    let managed = || can_prefetch(gpu).then_some(Engine::Managed);
     let (first, second, without_first) = match asked {
         Some(client::Engine::None) => return (None, EngineReason::Asked),
         Some(client::Engine::Managed) => (managed(), swap(), EngineReason::NoManaged),

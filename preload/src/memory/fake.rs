@@ -2,7 +2,7 @@
 
 use super::{
     account::Account,
-    engine::{GRANULE, Swap},
+    engine::{Engine, GRANULE},
     mover::{Goal, Mover, Step},
     space::Space,
 };
@@ -47,7 +47,7 @@ impl Memory {
 
     fn on(driver: Driver) -> Self {
         let work = Box::leak(Box::new(Work::new()));
-        let space = Space::new(driver.new_device(), &Swap, TOTAL, u64::MAX, work);
+        let space = Space::new(driver.new_device(), Engine::Swap, TOTAL, u64::MAX, work);
         let space = Box::leak(Box::new(Mutex::new(Rank::Space, space)));
         let mover = Box::leak(Box::new(Mutex::new(Rank::Mover, Mover::new())));
         let mut memory = Self { driver, work, space, mover, context: core::ptr::null_mut() };

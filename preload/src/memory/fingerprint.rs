@@ -5,7 +5,7 @@
 
 use super::staging::Buffer;
 use crate::{
-    driver::{self, check, context::is_dead, types::*},
+    driver::{self, check, context::is_dead, query, types::*},
     env::trace::trace,
     sys::time::{self, Instant},
 };
@@ -209,9 +209,8 @@ impl Fingerprinter {
 /// Loads the kernel into the current context.
 fn load() -> Result<CUmodule, CUresult> {
     let load = |image: *const c_void| {
-        let mut module = core::ptr::null_mut();
-        // SAFETY: `module` outlives the call, and `image` is a complete image of the kernel.
-        check(unsafe { driver::cuModuleLoadData(&mut module, image) }).map(|()| module)
+        // SAFETY: the place is valid, and `image` is a complete image of the kernel.
+        query::handle(|module| unsafe { driver::cuModuleLoadData(module, image) })
     };
     load(FAT_BINARY.0.as_ptr().cast()).or_else(|error| match error {
         ERROR_OUT_OF_MEMORY => Err(error),

@@ -2,7 +2,7 @@
 //! agree with CUDA's ([`memory_info`]). NVML shows the real sizes to all other programs, such as
 //! monitors. It also shows the real sizes of MIG slices.
 
-use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
+use super::{Device, Return, SUCCESS, uuid};
 use crate::{
     gpu::{
         self, Gpu,
@@ -10,12 +10,9 @@ use crate::{
         rules,
     },
     submit,
-    sys::{errno, pad::pad_and_jump},
+    sys::errno,
 };
-use core::{
-    mem::{size_of, transmute},
-    ptr::NonNull,
-};
+use core::{mem::size_of, ptr::NonNull};
 
 /// `nvmlMemory_t`
 #[derive(Debug, Clone, Copy)]
@@ -42,8 +39,6 @@ const _: () = assert!(size_of::<Memory2>() == 40);
 /// `nvmlMemory_v2`
 const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
-pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
-pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
 /// Converts NVML's `total` and `free` of a GPU to the sizes that the program sees. Returns `None` if
 /// the program sees NVML's sizes.
 fn sizes(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
@@ -57,22 +52,8 @@ fn sizes(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     })
 }
 
-/// The hook of `nvmlDeviceGetMemoryInfo`.
-///
-/// # Safety
-/// NVML's requirements.
-#[allow(non_snake_case)]
-#[cfg_attr(not(test), unsafe(no_mangle))]
-#[unsafe(naked)]
-pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) -> Return {
-    pad_and_jump!(on_nvml_device_get_memory_info);
-}
-
-unsafe extern "C" fn on_nvml_device_get_memory_info(device: Device, memory: *mut Memory) -> Return {
-    type Real = unsafe extern "C" fn(Device, *mut Memory) -> Return;
-    let Some(real) = MEMORY.address() else { return ERROR_LIBRARY_NOT_FOUND };
-    // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
-    let result = unsafe { transmute::<usize, Real>(real)(device, memory) };
+/// Changes the sizes, which NVML has written to `memory` if `result` is success.
+pub fn change(result: Return, device: Device, memory: *mut Memory) -> Return {
     if let (SUCCESS, Some(place)) = (result, NonNull::new(memory)) {
         // SAFETY: NVML has just written there.
         let Memory { total, free, .. } = unsafe { place.read_unaligned() };
@@ -84,22 +65,8 @@ unsafe extern "C" fn on_nvml_device_get_memory_info(device: Device, memory: *mut
     result
 }
 
-/// The hook of `nvmlDeviceGetMemoryInfo_v2`.
-///
-/// # Safety
-/// NVML's requirements.
-#[allow(non_snake_case)]
-#[cfg_attr(not(test), unsafe(no_mangle))]
-#[unsafe(naked)]
-pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut Memory2) -> Return {
-    pad_and_jump!(on_nvml_device_get_memory_info_v2);
-}
-
-unsafe extern "C" fn on_nvml_device_get_memory_info_v2(device: Device, memory: *mut Memory2) -> Return {
-    type Real = unsafe extern "C" fn(Device, *mut Memory2) -> Return;
-    let Some(real) = MEMORY_2.address() else { return ERROR_LIBRARY_NOT_FOUND };
-    // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
-    let result = unsafe { transmute::<usize, Real>(real)(device, memory) };
+/// Does the same as [`change`], for the second version of the structure.
+pub fn change_2(result: Return, device: Device, memory: *mut Memory2) -> Return {
     // Other versions may have another layout, so they are left unchanged.
     // SAFETY: NVML has just written there, and every version of the structure begins with its version
     // number.

@@ -8,8 +8,11 @@ mod devices;
 mod memory;
 
 use crate::{
-    driver::library::{self, Library},
-    sys::c,
+    driver::{
+        hook::c_name,
+        library::{self, Library},
+    },
+    sys::{c, pad::pad_and_jump},
 };
 use alloc::vec::Vec;
 use core::{
@@ -17,6 +20,7 @@ use core::{
     mem::transmute,
     sync::atomic::{AtomicUsize, Ordering},
 };
+use memory::{Memory, Memory2};
 use nvshare_wire::Uuid;
 
 /// `nvmlReturn_t`
@@ -65,17 +69,50 @@ impl Function {
 
 static UUID: Function = Function::new(c"nvmlDeviceGetUUID");
 
-fn hooks() -> [(&'static Function, usize); 7] {
-    use {devices::*, memory::*};
-    [
-        (&MEMORY, nvmlDeviceGetMemoryInfo as *const () as usize),
-        (&MEMORY_2, nvmlDeviceGetMemoryInfo_v2 as *const () as usize),
-        (&COUNT, nvmlDeviceGetCount as *const () as usize),
-        (&COUNT_2, nvmlDeviceGetCount_v2 as *const () as usize),
-        (&BY_INDEX, nvmlDeviceGetHandleByIndex as *const () as usize),
-        (&BY_INDEX_2, nvmlDeviceGetHandleByIndex_v2 as *const () as usize),
-        (&INDEX, nvmlDeviceGetIndex as *const () as usize),
-    ]
+/// Declares the hooks. In the body, `real` is NVML's function.
+macro_rules! hooks {
+    ($real:ident; $( $name:ident ( $($arg:ident : $type:ty),* ) $body:block )*) => {
+        fn hooks() -> [(&'static Function, usize); [$( stringify!($name) ),*].len()] {
+            [$( (&$name::REAL, $name as *const () as usize) ),*]
+        }
+
+        $(
+            #[allow(non_snake_case, clippy::missing_safety_doc)]
+            #[cfg_attr(not(test), unsafe(no_mangle))]
+            #[unsafe(naked)]
+            pub unsafe extern "C" fn $name($($arg: $type),*) -> Return {
+                pad_and_jump!($name::hook);
+            }
+
+            #[allow(non_snake_case)]
+            mod $name {
+                use super::*;
+
+                pub static REAL: Function = Function::new(c_name(concat!(stringify!($name), "\0").as_bytes()));
+
+                pub unsafe extern "C" fn hook($($arg: $type),*) -> Return {
+                    type Real = unsafe extern "C" fn($($type),*) -> Return;
+                    let $real = |$($arg: $type),*| match REAL.address() {
+                        // SAFETY: NVML's export of this name has this signature, and the arguments are the
+                        // program's own.
+                        Some(real) => unsafe { transmute::<usize, Real>(real)($($arg),*) },
+                        None => ERROR_LIBRARY_NOT_FOUND,
+                    };
+                    $body
+                }
+            }
+        )*
+    };
+}
+
+hooks! { real;
+    nvmlDeviceGetMemoryInfo(device: Device, info: *mut Memory) { memory::change(real(device, info), device, info) }
+    nvmlDeviceGetMemoryInfo_v2(device: Device, info: *mut Memory2) { memory::change_2(real(device, info), device, info) }
+    nvmlDeviceGetCount(count: *mut u32) { devices::count(real(count), count) }
+    nvmlDeviceGetCount_v2(count: *mut u32) { devices::count(real(count), count) }
+    nvmlDeviceGetHandleByIndex(index: u32, device: *mut Device) { devices::by_index(real, index, device) }
+    nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Device) { devices::by_index(real, index, device) }
+    nvmlDeviceGetIndex(device: Device, index: *mut u32) { devices::index(real(device, index), device, index) }
 }
 
 /// Whether the program has loaded NVML.

@@ -45,15 +45,7 @@ struct Pinned {
     context: usize,
 }
 
-#[derive(Debug)]
-struct Table {
-    pinned: BTreeMap<(Kind, u64), Pinned>,
-    /// The chunk that is mapped at each address.
-    mappings: BTreeMap<u64, u64>,
-}
-
-static TABLE: Mutex<Table> =
-    Mutex::new(Rank::PinnedMemory, Table { pinned: BTreeMap::new(), mappings: BTreeMap::new() });
+static PINNED: Mutex<BTreeMap<(Kind, u64), Pinned>> = Mutex::new(Rank::PinnedMemory, BTreeMap::new());
 
 /// Adds an allocation that the program has made.
 pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
@@ -61,16 +53,16 @@ pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     // The driver takes whole granules from the GPU. Small allocations share a granule.
     let bytes = if bytes < GRANULE / 2 { bytes } else { bytes.div_ceil(GRANULE) * GRANULE };
     let context = if kind == Kind::Chunk { 0 } else { current_context().map_or(0, |context| context as usize) };
-    TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1, context });
+    PINNED.lock().insert((kind, name), Pinned { gpu, bytes, references: 1, context });
     kind.count(gpu, |counted| counted.saturating_add(bytes));
 }
 
 /// Removes the arrays and addresses of a destroyed context. If it was the `last` context of the
 /// GPU, removes all arrays and addresses of the GPU. Chunks belong to no context, and stay.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
-    let mut table = TABLE.lock();
+    let mut table = PINNED.lock();
     let (mut bytes, mut managed) = (0u64, 0u64);
-    table.pinned.retain(|(kind, _), pinned| {
+    table.retain(|(kind, _), pinned| {
         let gone = core::ptr::eq(pinned.gpu, gpu)
             && *kind != Kind::Chunk
             && (last || (pinned.context != 0 && pinned.context == context as usize));
@@ -85,11 +77,11 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     }
 }
 
-/// Records another handle of the same chunk.
-pub fn retain(chunk: Handle) {
-    if let Some(pinned) = TABLE.lock().pinned.get_mut(&(Kind::Chunk, chunk)) {
-        pinned.references = pinned.references.saturating_add(1);
-    }
+/// Records another handle or a mapping of a chunk. Returns `false` if the chunk does not count.
+pub fn retain(chunk: Handle) -> bool {
+    let mut table = PINNED.lock();
+    let known = table.get_mut(&(Kind::Chunk, chunk));
+    known.map(|pinned| pinned.references = pinned.references.saturating_add(1)).is_some()
 }
 
 /// A reference that is being released.
@@ -103,12 +95,12 @@ pub struct Reference {
 /// Takes a reference out before the call that releases it, because after the call the handle or
 /// address may denote other memory.
 pub fn take(kind: Kind, name: u64) -> Option<Reference> {
-    let mut table = TABLE.lock();
-    let is_managed = kind == Kind::Address && table.pinned.contains_key(&(Kind::Managed, name));
+    let mut table = PINNED.lock();
+    let is_managed = kind == Kind::Address && table.contains_key(&(Kind::Managed, name));
     let name = (if is_managed { Kind::Managed } else { kind }, name);
-    let pinned = table.pinned.get_mut(&name)?;
+    let pinned = table.get_mut(&name)?;
     pinned.references = pinned.references.saturating_sub(1);
-    let last = if pinned.references == 0 { table.pinned.remove(&name) } else { None };
+    let last = if pinned.references == 0 { table.remove(&name) } else { None };
     Some(Reference { name, last })
 }
 
@@ -123,44 +115,25 @@ impl Reference {
 
     /// Undoes the release, after the driver's call has failed.
     pub fn restore(self) {
-        let mut table = TABLE.lock();
-        match (self.last, table.pinned.get_mut(&self.name)) {
-            (Some(pinned), None) => drop(table.pinned.insert(self.name, Pinned { references: 1, ..pinned })),
+        let mut table = PINNED.lock();
+        match (self.last, table.get_mut(&self.name)) {
+            (Some(pinned), None) => drop(table.insert(self.name, Pinned { references: 1, ..pinned })),
             (_, Some(pinned)) => pinned.references = pinned.references.saturating_add(1),
             (None, None) => {}
         }
     }
 }
 
-/// Releases a reference.
-pub fn remove(kind: Kind, name: u64) {
-    if let Some(taken) = take(kind, name) {
-        taken.release();
-    }
-}
-
-pub fn map(at: CUdeviceptr, chunk: Handle) {
-    let mut table = TABLE.lock();
-    if let Some(pinned) = table.pinned.get_mut(&(Kind::Chunk, chunk)) {
-        pinned.references = pinned.references.saturating_add(1);
-        table.mappings.insert(at, chunk);
-    }
-}
-
-pub fn unmap(at: CUdeviceptr, size: Size) {
-    loop {
-        let mut table = TABLE.lock();
-        let mapping = table.mappings.range(at..at.saturating_add(size as u64)).next().map(|(at, chunk)| (*at, *chunk));
-        let Some((at, chunk)) = mapping else { return };
-        table.mappings.remove(&at);
-        drop(table);
-        remove(Kind::Chunk, chunk);
+/// Releases a reference to a chunk that the program has unmapped.
+pub fn release_mapped(chunk: Handle) {
+    if let Some(reference) = take(Kind::Chunk, chunk) {
+        reference.release();
     }
 }
 
 /// Returns the GPU and the context of an array.
 pub fn array(array: CUarray) -> Option<(&'static Gpu, usize)> {
-    TABLE.lock().pinned.get(&(Kind::Array, array as u64)).map(|pinned| (pinned.gpu, pinned.context))
+    PINNED.lock().get(&(Kind::Array, array as u64)).map(|pinned| (pinned.gpu, pinned.context))
 }
 
 /// Whether the program may allocate `bytes` more on this GPU.

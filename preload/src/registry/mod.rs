@@ -18,15 +18,11 @@ use crate::{
     driver::types::{CUdeviceptr, Size},
     gpu::{self, Gpu},
     memory::space::Allocation,
-    submit,
 };
 
 /// Returns the allocation that contains this address, and its GPU. Returns `None` for the program's
 /// managed memory, because the driver answers for it.
 pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
-    if !submit::is_active() {
-        return None;
-    }
     let found = gpu::in_use().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)));
     found.or_else(|| shared::find(address)).filter(|(_, allocation)| !allocation.managed)
 }
@@ -45,5 +41,5 @@ pub fn is_ours(address: CUdeviceptr) -> bool {
 /// nor free the addresses, even while no memory is mapped there and the driver would permit it.
 pub fn are_ours(address: CUdeviceptr, size: Size) -> bool {
     let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
-    submit::is_active() && (gpu::in_use().any(overlap) || shared::find(address).is_some())
+    gpu::in_use().any(overlap) || shared::find(address).is_some()
 }

@@ -16,7 +16,7 @@
 //! that only the driver's pools have.
 
 use crate::{
-    driver::{self, check, types::*},
+    driver::{self, check, query, types::*},
     gpu::{self, Gpu, peers::couple},
     memory::{engine, space::Space},
     sys::sync::{Mutex, Rank},
@@ -151,9 +151,9 @@ pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> b
 }
 
 fn default_of(device: CUdevice) -> Option<CUmemoryPool> {
-    let mut pool = core::ptr::null_mut();
-    // SAFETY: `pool` outlives the call.
-    (unsafe { driver::cuDeviceGetDefaultMemPool(&mut pool, device) } == SUCCESS && !pool.is_null()).then_some(pool)
+    // SAFETY: the place is valid.
+    let pool = query::handle(|pool| unsafe { driver::cuDeviceGetDefaultMemPool(pool, device) });
+    pool.ok().filter(|pool| !pool.is_null())
 }
 
 /// Couples two GPUs if the program gives `other` access to this pool of `owner`.

@@ -47,7 +47,8 @@ pub struct Memory {
 pub struct Mapping {
     pub at: u64,
     pub len: u64,
-    /// The virtual handle of the mapped memory; `None` for memory of the driver.
+    /// The virtual handle of the mapped memory, or the driver's handle of memory that counts
+    /// ([`super::driver_memory`]).
     pub handle: Option<Handle>,
     /// Distinguishes the mapping from earlier and later mappings at the same address.
     pub id: u64,
@@ -124,7 +125,7 @@ impl Table {
 
     // ---- mappings ----
 
-    /// Records a mapping of this library's memory, or of memory of the driver.
+    /// Records a mapping of memory with this handle.
     pub fn map(&mut self, at: u64, len: u64, handle: Option<Handle>) {
         let id = self.number();
         if let Some(memory) = handle.and_then(|handle| self.memory.get_mut(&handle)) {
@@ -157,7 +158,7 @@ impl Table {
     /// Returns the mappings that overlap these addresses, if at least one maps this library's memory.
     pub fn ours_among(&self, at: u64, len: u64) -> Option<Vec<Mapping>> {
         let found = self.overlaps_of(at, len);
-        found.iter().any(|mapping| mapping.handle.is_some()).then_some(found)
+        found.iter().any(|mapping| self.behind(mapping).is_some()).then_some(found)
     }
 
     /// Returns the mapped memory, if it is this library's.

@@ -119,9 +119,6 @@ pub fn synchronize<R>(call: impl FnOnce() -> R) -> Option<R> {
 
 /// Implements all versions of `cuStreamBeginCapture`.
 pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
-    if !is_active() {
-        return call();
-    }
     // The context must be queried before the stream captures.
     let context = context_of(stream).unwrap_or(core::ptr::null_mut());
     let _start = STARTING.write();
@@ -164,10 +161,8 @@ pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     } else if any() && is_capturing(stream) {
         context_of_member(stream)
     } else {
-        let mut context = core::ptr::null_mut();
-        // SAFETY: `context` outlives the call, and the program uses this stream.
-        let asked = beside(|_| unsafe { driver::cuStreamGetCtx(stream, &mut context) });
-        (asked == SUCCESS).then_some(context)
+        // SAFETY: the place is valid, and the program uses this stream.
+        beside(|_| query::handle(|context| unsafe { driver::cuStreamGetCtx(stream, context) })).ok()
     };
     known.or_else(|| Some(current_or_null())).filter(|context| !context.is_null())
 }

@@ -3,7 +3,7 @@
 
 use super::captures;
 use crate::{
-    driver::{self, check, context::is_dead_in, types::*, waits},
+    driver::{self, check, context::is_dead_in, query, types::*, waits},
     sys::sync::{Mutex, Rank},
 };
 use alloc::{sync::Arc, vec::Vec};
@@ -203,10 +203,9 @@ pub(super) fn record(event: &Event, stream: CUstream) -> CUresult {
 
 /// Creates an event in the current context.
 fn create() -> Result<usize, CUresult> {
-    let mut event = core::ptr::null_mut();
-    // SAFETY: `event` outlives the call.
-    check(captures::beside(|_| unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }))?;
-    Ok(event as usize)
+    // SAFETY: the place is valid.
+    let create = |event: &mut CUevent| unsafe { driver::cuEventCreate(event, EVENT_DISABLE_TIMING) };
+    captures::beside(|_| query::handle(create)).map(|event| event as usize)
 }
 
 /// Whether this is the legacy stream, which must not be used while another stream captures.

@@ -222,7 +222,7 @@ impl Lane {
     /// Called when a turn is over. `used` says whether work was submitted during the turn.
     pub fn turn_is_over(&self, used: bool) {
         if used {
-            self.used_until.store(clock(), Ordering::Relaxed);
+            self.used_until.store(Instant::now().milliseconds(), Ordering::Relaxed);
         }
     }
 
@@ -250,15 +250,11 @@ const LATELY: Duration = Duration::from_secs(2);
 fn gpus_to_request(lane: &Lane) -> u64 {
     let wanted = lanes_in_use().filter(|other| {
         let used_until = other.used_until.load(Ordering::Relaxed);
-        other.is_waited_for() || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
+        other.is_waited_for()
+            || (used_until != 0 && Instant::now().milliseconds().saturating_sub(used_until) < LATELY.as_millis() as u64)
     });
     let together = |lane: &Lane| 1 << lane.index | lane.work.peers();
     let wanted = wanted.fold(together(lane), |set, other| set | together(other));
     // The scheduler does not know GPUs that have not been introduced.
     lanes_in_use().filter(|lane| !lane.is_introduced()).fold(wanted, |set, lane| set & !(1 << lane.index))
-}
-
-/// Returns the monotonic time in milliseconds, never 0.
-fn clock() -> u64 {
-    Instant::now().since_start().as_millis() as u64 + 1
 }

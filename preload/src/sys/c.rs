@@ -76,27 +76,28 @@ pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 /// reads it.
 pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
 
+/// Stores the address of a C library function that was found, or searches the loader's tables for the
+/// function. Returns 0 if there is none.
+fn keep(place: &AtomicUsize, found: *mut c_void, name: &CStr) -> usize {
+    let address = match found as usize {
+        0 => elf::of_c_library(name).unwrap_or(0),
+        address => address,
+    };
+    place.store(address, Ordering::Relaxed);
+    address
+}
+
 /// Finds the real `dlsym` with `dlvsym`, which returns the next versioned `dlsym` and not this
 /// library's. No known library interposes `dlvsym`. In a program that loaded libdl after its start,
 /// `dlvsym` and `dlsym` are outside the search scope, so the loader's tables are searched.
 pub fn find_real_dlsym() -> usize {
-    let address = match dlvsym(libc::RTLD_NEXT, c"dlsym") as usize {
-        0 => elf::of_c_library(c"dlsym").unwrap_or(0),
-        address => address,
-    };
-    REAL_DLSYM.store(address, Ordering::Relaxed);
-    address
+    keep(&REAL_DLSYM, dlvsym(libc::RTLD_NEXT, c"dlsym"), c"dlsym")
 }
 
 /// Finds the `dlopen` that follows this library's in the search order. It may belong to a tool that
 /// interposes `dlopen`.
 pub fn find_real_dlopen() -> usize {
-    let address = match real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()) as usize {
-        0 => elf::of_c_library(c"dlopen").unwrap_or(0),
-        address => address,
-    };
-    REAL_DLOPEN.store(address, Ordering::Relaxed);
-    address
+    keep(&REAL_DLOPEN, real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()), c"dlopen")
 }
 
 /// Returns the C library's own `dlopen`, or `None` if the process has none. This function bypasses
@@ -104,14 +105,10 @@ pub fn find_real_dlopen() -> usize {
 /// again.
 pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
-    let mut address = ADDRESS.load(Ordering::Relaxed);
-    if address == 0 {
-        address = match dlvsym(libc::RTLD_NEXT, c"dlopen") as usize {
-            0 => elf::of_c_library(c"dlopen").unwrap_or(0),
-            address => address,
-        };
-        ADDRESS.store(address, Ordering::Relaxed);
-    }
+    let address = match ADDRESS.load(Ordering::Relaxed) {
+        0 => keep(&ADDRESS, dlvsym(libc::RTLD_NEXT, c"dlopen"), c"dlopen"),
+        address => address,
+    };
     // SAFETY: the address is `dlopen`'s; 0 is `None`.
     unsafe { transmute(address) }
 }

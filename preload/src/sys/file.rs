@@ -1,4 +1,4 @@
-//! Reading small files of `/proc`, and the identity of descriptors.
+//! Reading small files of `/proc`, and the descriptors of this library.
 
 use alloc::{ffi::CString, vec::Vec};
 use core::{
@@ -7,9 +7,13 @@ use core::{
     str,
     sync::atomic::{AtomicI32, AtomicU64, Ordering},
 };
-use rustix::fd::{AsFd, BorrowedFd, RawFd};
+use rustix::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use rustix::fs::{Mode, OFlags, RawDir, Stat};
-use rustix::io::Errno;
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
+
+/// The lowest number of this library's descriptors. Some programs rely on getting the lowest numbers
+/// themselves.
+pub const LOWEST_DESCRIPTOR: RawFd = 400;
 
 /// Returns the contents of a file, or nothing if it cannot be read.
 pub fn read(path: &CStr) -> Vec<u8> {
@@ -27,37 +31,92 @@ pub fn read(path: &CStr) -> Vec<u8> {
 pub fn each_open(mut visit: impl FnMut(RawFd, CString) -> bool) -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(folder) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return false };
+    let mut is_shown = true;
+    let is_read = each_number(&folder, |number, name| match rustix::fs::readlinkat(&folder, name, Vec::new()) {
+        Ok(path) => visit(number, path),
+        Err(Errno::NOENT) => true, // the program has closed it since
+        Err(_) => {
+            is_shown = false;
+            false
+        }
+    });
+    is_read && is_shown
+}
+
+/// Calls `visit` with each entry of a directory whose name is a number, until `visit` returns `false`.
+/// Returns `false` if the directory cannot be read.
+pub fn each_number(folder: impl AsFd, mut visit: impl FnMut(i32, &CStr) -> bool) -> bool {
     let mut buffer = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(&folder, &mut buffer);
+    let mut entries = RawDir::new(folder, &mut buffer);
     while let Some(entry) = entries.next() {
         let Ok(entry) = entry else { return false };
-        let Some(number) = str::from_utf8(entry.file_name().to_bytes()).ok().and_then(|name| name.parse().ok()) else {
-            continue; // `.` and `..`
-        };
-        match rustix::fs::readlinkat(&folder, entry.file_name(), Vec::new()) {
-            Ok(path) => {
-                if !visit(number, path) {
-                    break;
-                }
-            }
-            Err(Errno::NOENT) => {} // the program has closed it since
-            Err(_) => return false,
+        let number = str::from_utf8(entry.file_name().to_bytes()).ok().and_then(|name| name.parse().ok());
+        if number.is_some_and(|number| !visit(number, entry.file_name())) {
+            break;
         }
     }
     true
 }
 
-/// A descriptor that the child of a fork must close. Only one thread writes these fields. A child
-/// forked in the middle of a write reads no descriptor, or one that fails the check against `device`
-/// and `inode`.
+/// A descriptor of this library. The program may close any descriptor, and then open another file under
+/// the same number. So a `Descriptor` records the identity of its file, and never uses or closes another
+/// file.
 #[derive(Debug)]
-pub struct InheritedDescriptor {
+pub struct Descriptor {
+    number: RawFd,
+    identity: Identity,
+}
+
+impl Descriptor {
+    /// Takes over a file, under a number from [`LOWEST_DESCRIPTOR`] on.
+    pub fn new(file: OwnedFd) -> Option<Self> {
+        let file = fcntl_dupfd_cloexec(&file, LOWEST_DESCRIPTOR).unwrap_or(file);
+        let identity = Identity::of(&file)?;
+        Some(Self { number: file.into_raw_fd(), identity })
+    }
+
+    /// Returns the descriptor, unless the program has closed it.
+    pub fn get(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the descriptor is open, and borrowed only for one call.
+        self.identity.is(self.number).then(|| unsafe { BorrowedFd::borrow_raw(self.number) })
+    }
+
+    /// Whether the descriptor still refers to the file. The program may have closed it.
+    pub fn is_open(&self) -> bool {
+        self.get().is_some()
+    }
+
+    /// Returns the number and the identity, for the child of a fork.
+    pub fn name(&self) -> (RawFd, Identity) {
+        (self.number, self.identity)
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        close((self.number, self.identity));
+    }
+}
+
+/// Closes a descriptor, unless it refers to another file.
+fn close((number, identity): (RawFd, Identity)) {
+    if identity.is(number) {
+        // SAFETY: the descriptor is open, and belongs to this library, which does not use it any more.
+        drop(unsafe { OwnedFd::from_raw_fd(number) });
+    }
+}
+
+/// A descriptor number and the identity of its file, which any thread and the child of a fork can read
+/// without a lock. Only one thread writes these fields. A child forked in the middle of a write reads no
+/// descriptor, or one that fails the check against `device` and `inode`.
+#[derive(Debug)]
+pub struct DescriptorRecord {
     descriptor: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
 }
 
-impl InheritedDescriptor {
+impl DescriptorRecord {
     pub const fn none() -> Self {
         Self { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
@@ -76,6 +135,11 @@ impl InheritedDescriptor {
         let identity =
             Identity { device: self.device.load(Ordering::SeqCst), inode: self.inode.load(Ordering::SeqCst) };
         (descriptor >= 0).then_some((descriptor, identity))
+    }
+
+    /// Closes the child's copy. Called in the child of a fork, which does not use it.
+    pub fn close_in_child(&self) {
+        self.get().into_iter().for_each(close);
     }
 }
 

@@ -5,32 +5,27 @@
 //! The child of a fork would share the lock, so the child closes its copy ([`close_in_child`]). If the
 //! program closes the descriptor, the lock is released, and [`LockFile::is_open`] returns `false`.
 
-use super::file::{Identity, InheritedDescriptor};
+use super::file::{Descriptor, DescriptorRecord};
 use core::{
     ffi::CStr,
     sync::atomic::{AtomicUsize, Ordering},
 };
 use rustix::{
-    fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
     fs::{FileType, FlockOperation, Mode, OFlags, flock},
-    io::{Errno, fcntl_dupfd_cloexec},
+    io::Errno,
 };
 
-/// The lowest descriptor number for lock files. Some programs rely on getting the lowest numbers
-/// themselves.
-const LOWEST_DESCRIPTOR: RawFd = 400;
 /// The maximum number of open lock files: two for each GPU.
 const MAX_FILES: usize = 2 * nvshare_wire::MAX_SLOTS as usize;
 
-static DESCRIPTORS: [InheritedDescriptor; MAX_FILES] = [const { InheritedDescriptor::none() }; MAX_FILES];
+static DESCRIPTORS: [DescriptorRecord; MAX_FILES] = [const { DescriptorRecord::none() }; MAX_FILES];
 /// The number of entries that have ever been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 #[derive(Debug)]
 pub struct LockFile {
-    descriptor: RawFd,
-    identity: Identity,
-    inherited: &'static InheritedDescriptor,
+    file: Descriptor,
+    inherited: &'static DescriptorRecord,
 }
 
 /// The outcome of an attempt to lock.
@@ -51,25 +46,18 @@ impl LockFile {
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return None;
         }
-        let file = fcntl_dupfd_cloexec(&file, LOWEST_DESCRIPTOR).unwrap_or(file);
-        let identity = Identity::of(&file)?;
-        let inherited = find_unused()?;
-        inherited.set(Some((file.as_raw_fd(), identity)));
-        Some(Self { descriptor: file.into_raw_fd(), identity, inherited })
-    }
-
-    fn get(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: the descriptor is open, and borrowed only for one call.
-        self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
+        let (file, inherited) = (Descriptor::new(file)?, find_unused()?);
+        inherited.set(Some(file.name()));
+        Some(Self { file, inherited })
     }
 
     /// Whether the descriptor still refers to the file. The program may have closed it.
     pub fn is_open(&self) -> bool {
-        self.get().is_some()
+        self.file.is_open()
     }
 
     fn flock(&self, operation: FlockOperation) -> TryLock {
-        match self.get().map(|file| flock(file, operation)) {
+        match self.file.get().map(|file| flock(file, operation)) {
             Some(Ok(())) => TryLock::Got,
             Some(Err(Errno::WOULDBLOCK)) => TryLock::Taken,
             _ => TryLock::Failed,
@@ -103,15 +91,11 @@ impl LockFile {
 impl Drop for LockFile {
     fn drop(&mut self) {
         self.inherited.set(None);
-        if self.identity.is(self.descriptor) {
-            // SAFETY: the descriptor is open, and belongs to this library.
-            drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
-        }
     }
 }
 
 /// Finds an unused entry. Only the client's thread opens and closes lock files.
-fn find_unused() -> Option<&'static InheritedDescriptor> {
+fn find_unused() -> Option<&'static DescriptorRecord> {
     let (at, unused) = DESCRIPTORS.iter().enumerate().find(|(_, descriptor)| descriptor.get().is_none())?;
     USED.fetch_max(at + 1, Ordering::SeqCst);
     Some(unused)
@@ -119,14 +103,7 @@ fn find_unused() -> Option<&'static InheritedDescriptor> {
 
 /// Closes all lock files in the child of a fork.
 pub fn close_in_child() {
-    for inherited in DESCRIPTORS.iter().take(USED.load(Ordering::SeqCst)) {
-        if let Some((descriptor, identity)) = inherited.get()
-            && identity.is(descriptor)
-        {
-            // SAFETY: the descriptor is the child's copy, and the child does not use it any more.
-            drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
-        }
-    }
+    DESCRIPTORS.iter().take(USED.load(Ordering::SeqCst)).for_each(DescriptorRecord::close_in_child);
 }
 
 #[cfg(test)]

@@ -1,10 +1,9 @@
 //! The threads of this process as the kernel sees them.
 
-use alloc::{format, vec::Vec};
-use core::mem::MaybeUninit;
+use super::file;
+use alloc::{ffi::CString, format, vec::Vec};
 use rustix::{
-    fs::{CWD, Mode, OFlags, RawDir, open, openat},
-    io::read,
+    fs::{Mode, OFlags, open},
     thread::gettid,
 };
 
@@ -21,16 +20,13 @@ pub struct Task {
 pub fn on_their_way() -> Option<Vec<Task>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = open(c"/proc/self/task", flags, Mode::empty()).ok()?;
-    let mut buffer = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(&folder, &mut buffer);
     let own = gettid().as_raw_nonzero().get();
     let mut tasks = Vec::new();
-    while let Some(entry) = entries.next() {
-        let name = entry.ok()?;
-        let Some(id) = name.file_name().to_str().ok().and_then(|name| name.parse().ok()) else { continue };
+    let is_read = file::each_number(&folder, |id, _| {
         tasks.extend(state(id).filter(|(task, is_asleep)| task.id != own && !is_asleep).map(|(task, _)| task));
-    }
-    Some(tasks)
+        true
+    });
+    is_read.then_some(tasks)
 }
 
 impl Task {
@@ -44,11 +40,7 @@ impl Task {
 /// Returns a thread, and whether it sleeps in a system call or has ended. `None` if it no longer
 /// exists.
 fn state(id: i32) -> Option<(Task, bool)> {
-    let file =
-        openat(CWD, format!("/proc/self/task/{id}/stat"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
-    let mut text = [0; 512];
-    let len = read(&file, &mut text).ok()?;
-    parse(id, text.get(..len)?)
+    parse(id, &file::read(&CString::new(format!("/proc/self/task/{id}/stat")).ok()?))
 }
 
 fn parse(id: i32, text: &[u8]) -> Option<(Task, bool)> {

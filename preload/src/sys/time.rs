@@ -54,6 +54,11 @@ impl Instant {
         Self(Self::now().0.saturating_sub(duration))
     }
 
+    /// Milliseconds since the start of the clock, never 0.
+    pub fn milliseconds(&self) -> u64 {
+        self.0.as_millis() as u64 + 1
+    }
+
     /// The time since the start of the clock.
     pub fn since_start(&self) -> Duration {
         self.0

@@ -19,10 +19,9 @@ use rustix::fd::OwnedFd;
 impl ClientThread {
     /// Carries out one message. Closes descriptors that the message does not use.
     pub(super) fn handle(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
-        if let SchedulerMessage::Remark { text } = message {
-            return trace!("{}", text.as_str());
+        if !matches!(message, SchedulerMessage::Remark { .. }) {
+            trace!("← {message:?}");
         }
-        trace!("← {message:?}");
         match message {
             SchedulerMessage::Welcome { .. } => {}
             SchedulerMessage::Refused { text, .. } => self.on_refusal(text.as_str()),
@@ -79,14 +78,11 @@ impl ClientThread {
                 let grace = (waiters > 0).then(|| Duration::from_micros(grace_us.into()));
                 self.for_each_turn(gpus, |turn, gpu| turn.contend(gpu, grace));
             }
-            SchedulerMessage::Waiting { gpus, why: WaitReason::Context } => {
-                gpu::in_use().filter(|gpu| gpus >> gpu.index & 1 == 1).for_each(Gpu::defer_context);
-            }
-            SchedulerMessage::Waiting { gpus, why: WaitReason::Memory } => {
-                let named = gpu::in_use().filter(|gpu| gpus >> gpu.index & 1 == 1);
-                named.for_each(|gpu| gpu.limit_answers.on_deferral());
-            }
-            SchedulerMessage::Waiting { .. } => {}
+            SchedulerMessage::Waiting { gpus, why } => by_set(gpus).for_each(|gpu| match why {
+                WaitReason::Context => gpu.defer_context(),
+                WaitReason::Memory => gpu.limit_answers.on_deferral(),
+                _ => {}
+            }),
             SchedulerMessage::Export { ticket, secret, range, allocation, first } => {
                 shared::answer(ticket, secret, range, allocation, first)
             }
@@ -105,17 +101,19 @@ impl ClientThread {
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Leave {} => self.refuse_to_leave(LeaveAnswer::Awake),
             SchedulerMessage::Resume { .. } => self.resume(),
-            SchedulerMessage::Remark { .. } => {}
+            SchedulerMessage::Remark { text } => trace!("{}", text.as_str()),
             // These answers come too late: the driver has already read `CUDA_VISIBLE_DEVICES`.
             SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } => {}
         }
     }
 
     pub(super) fn for_each_turn(&mut self, gpus: SlotSet, mut f: impl FnMut(&mut Turn, &'static Gpu)) {
-        for gpu in gpu::in_use().filter(|g| gpus >> g.index & 1 == 1) {
-            f(self.turn(gpu), gpu);
-        }
+        by_set(gpus).for_each(|gpu| f(self.turn(gpu), gpu));
     }
+}
+
+fn by_set(gpus: SlotSet) -> impl Iterator<Item = &'static Gpu> {
+    gpu::in_use().filter(move |gpu| gpus >> gpu.index & 1 == 1)
 }
 
 fn by_slot(slot: u32) -> Option<&'static Gpu> {

@@ -48,33 +48,27 @@ pub enum IdleCheck {
     Idle,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Idleness {
-    Idle,
-    /// Not yet known.
-    Pending,
-    /// Work that passed no hook is running, or may be running.
-    Busy,
-}
-
 impl IdleCheck {
-    pub fn ask(&mut self, gpu: &'static Gpu) -> Idleness {
+    /// Whether the driver has confirmed that no work is running. Otherwise returns when to ask again, or
+    /// `None` if work that passed no hook is running, or may be running.
+    fn ask(&mut self, gpu: &'static Gpu) -> Result<(), Option<Duration>> {
         if matches!(self, Self::NotAsked) {
             *self = Self::Asked { since: Instant::now(), fence: None };
         }
-        let Self::Asked { since, fence } = self else { return Idleness::Idle };
+        let Self::Asked { since, fence } = self else { return Ok(()) };
         if fence.is_none() {
             *fence = gpu.work.fence_of_contexts();
         }
         if fence.as_mut().is_some_and(|fence| gpu.work.is_done(fence)) {
             *self = Self::Idle;
-            return Idleness::Idle;
+            return Ok(());
         }
         if since.elapsed() < IDLE_TIMEOUT {
-            return Idleness::Pending;
+            return Err(Some(CALL_POLL_INTERVAL));
         }
         trace!("GPU {}: keeping memory on the GPU, because the driver does not report its contexts as idle", gpu.index);
-        Idleness::Busy
+        *self = Self::default();
+        Err(None)
     }
 }
 
@@ -177,14 +171,7 @@ impl ClientThread {
             *check = IdleCheck::default(); // a call that needs only the memory gate has passed
             return Err(Some(CALL_POLL_INTERVAL));
         }
-        match check.ask(gpu) {
-            Idleness::Idle => Ok(()),
-            Idleness::Pending => Err(Some(CALL_POLL_INTERVAL)),
-            Idleness::Busy => {
-                *check = IdleCheck::default();
-                Err(None)
-            }
-        }
+        check.ask(gpu)
     }
 
     /// Moves memory towards the goal by one step. Returns the time until the next step.

@@ -28,10 +28,9 @@ mod worker;
 
 use super::{fingerprint::Fingerprint, staging::Buffer};
 use crate::{
-    connection::socket::LOWEST_DESCRIPTOR,
     submit::threads,
     sys::{
-        file::{Identity, InheritedDescriptor},
+        file::{DescriptorRecord, Identity, LOWEST_DESCRIPTOR},
         futex,
         sync::{Mutex, Rank},
     },
@@ -54,16 +53,11 @@ pub use worker::is_supported;
 const WORKERS: usize = 4;
 
 /// The latest file, while it is open in the program's descriptor table.
-static HANDED_OVER: InheritedDescriptor = InheritedDescriptor::none();
+static HANDED_OVER: DescriptorRecord = DescriptorRecord::none();
 
 /// Closes the descriptor in the child of a fork, if the fork copied it.
 pub fn close_in_child() {
-    if let Some((number, identity)) = HANDED_OVER.get()
-        && identity.is(number)
-    {
-        // SAFETY: `number` is the child's copy of the descriptor, which no code in the child uses.
-        drop(unsafe { OwnedFd::from_raw_fd(number) });
-    }
+    HANDED_OVER.close_in_child();
 }
 
 /// Identifies a chunk by its address.

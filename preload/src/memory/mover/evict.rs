@@ -9,7 +9,7 @@ use crate::{
     driver::{self, context::is_dead, types::*},
     env::trace::trace,
     memory::{
-        engine::{Engine, Managed},
+        engine::Engine,
         file::HostCopy,
         space::{
             Space,
@@ -42,7 +42,7 @@ impl Mover {
             let (gpu, strays) = (guard.gpu(), guard.take_strays());
             drop(guard);
             for (at, len) in strays {
-                Managed.prefetch(gpu, at, len, false, self.stream());
+                Engine::Managed.prefetch(gpu, at, len, false, self.stream());
             }
         }
         while self.has_room() {

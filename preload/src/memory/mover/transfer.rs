@@ -2,7 +2,7 @@
 
 use super::Mover;
 use crate::{
-    driver::{self, check, context::is_dead, types::*},
+    driver::{self, context::is_dead, query, types::*},
     env::trace::trace,
     memory::{
         engine::{CHUNK, Engine},
@@ -39,9 +39,8 @@ pub(super) struct CopyContext {
 impl CopyContext {
     /// Creates the objects that copies need in `context`, which is current.
     pub(super) fn new(context: usize) -> Result<Self, CUresult> {
-        let mut stream = core::ptr::null_mut();
-        // SAFETY: `stream` outlives the call.
-        check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) })?;
+        // SAFETY: the place is valid.
+        let stream = query::handle(|stream| unsafe { driver::cuStreamCreate(stream, STREAM_NON_BLOCKING) })?;
         // If all events are in use, a transfer creates another.
         let events = (0..FIRST_EVENTS).map_while(|_| new_event()).collect();
         trace!("memory can be moved in context {context:#x}");
@@ -95,9 +94,8 @@ impl CopyContext {
 }
 
 fn new_event() -> Option<CUevent> {
-    let mut event = core::ptr::null_mut();
-    // SAFETY: `event` outlives the call.
-    check(unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }).ok().map(|()| event)
+    // SAFETY: the place is valid.
+    query::handle(|event| unsafe { driver::cuEventCreate(event, EVENT_DISABLE_TIMING) }).ok()
 }
 
 /// A chunk that is mapped on the GPU. The mover has taken it out of the space.
@@ -107,7 +105,7 @@ pub(super) struct Mapped {
     pub(super) offset: u64,
     pub(super) len: u64,
     pub(super) handle: Handle,
-    pub(super) engine: &'static dyn Engine,
+    pub(super) engine: Engine,
 }
 
 /// A chunk whose copy is in flight.
@@ -203,7 +201,7 @@ impl Mover {
 mod tests {
     use super::*;
     use crate::memory::{
-        engine::{Flags, GRANULE, Swap},
+        engine::{Engine, Flags, GRANULE},
         fake::{EVICT_ALL, Memory},
         mover::{Goal, Step, Stop},
     };
@@ -261,7 +259,8 @@ mod tests {
     fn a_chunk_that_cannot_be_mapped_at_its_aliases_returns_to_host_memory() {
         const ALIAS: u64 = 0x100_0000;
         let memory = Memory::new();
-        let (base, _) = memory.space.lock().create(GRANULE, Flags::default(), false, memory.work).expect("room");
+        let created = memory.space.lock().create(GRANULE, Flags::default(), false, memory.work);
+        let base = created.expect("room").address;
         memory.space.lock().add_alias(base, ALIAS).expect("the driver maps it");
         memory.driver.write(ALIAS, 9);
         assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
@@ -281,7 +280,7 @@ mod tests {
             let mut mover = Mover::new();
             mover.transfers = (0..count)
                 .map(|at| Transfer {
-                    chunk: Mapped { base: at * len, offset: 0, len, handle: 0, engine: &Swap },
+                    chunk: Mapped { base: at * len, offset: 0, len, handle: 0, engine: Engine::Swap },
                     direction: Direction::Out(None),
                     event: core::ptr::null_mut(),
                 })

@@ -473,7 +473,7 @@ mod tests {
         let size = 2 * CHUNK + GRANULE;
         let mut create = |handle_types| {
             let flags = Flags { handle_types, ..Flags::default() };
-            let (base, _) = space.create(size, flags, false, memory.work).expect("room");
+            let base = space.create(size, flags, false, memory.work).expect("room").address;
             let lens: Vec<u64> = space.chunks_to_evict(u64::MAX).iter().map(|(_, chunk)| chunk.len).collect();
             space.destroy(base);
             lens

@@ -12,13 +12,12 @@ pub struct Exported {
     pub secret: Secret,
 }
 
-/// The outcome of exporting a range.
+/// Why a range is not exported.
 #[derive(Debug)]
-pub enum Export {
-    /// The range, the allocation, and its offset in the range.
-    Done(Exported, Allocation, u32),
-    /// Part of the range is off the GPU.
+pub enum NotExported {
+    /// Part of the range is off the GPU at the moment.
     Away,
+    /// The export is not possible. The driver must answer.
     Impossible,
 }
 
@@ -39,30 +38,30 @@ impl Space {
 
     /// Exports and pins the range of the allocation at this address. All chunks of the range must
     /// be on the GPU, and `can_share` must accept the first chunk. `new` creates a name if the
-    /// range has none.
+    /// range has none. Returns the name, the allocation, and its offset in the range.
     pub fn export(
         &mut self,
         address: u64,
         can_share: impl Fn(Handle) -> bool,
         new: impl FnOnce() -> Option<Exported>,
-    ) -> Export {
+    ) -> Result<(Exported, Allocation, u32), NotExported> {
         let allocation = self.find(address).filter(|a| !a.managed && a.pool == 0 && self.engine.copies());
-        let Some(allocation) = allocation else { return Export::Impossible };
+        let allocation = allocation.ok_or(NotExported::Impossible)?;
         let base = allocation.range;
-        let Ok(offset) = u32::try_from(allocation.base - base) else { return Export::Impossible };
+        let offset = u32::try_from(allocation.base - base).map_err(|_| NotExported::Impossible)?;
         if let Some(exported) = self.ranges.get(&base).and_then(|range| range.exported) {
-            return Export::Done(exported, allocation, offset);
+            return Ok((exported, allocation, offset));
         }
         match self.on_gpu(base) {
             Some(first) if can_share(first) => {}
-            Some(_) => return Export::Impossible,
-            None => return Export::Away,
+            Some(_) => return Err(NotExported::Impossible),
+            None => return Err(NotExported::Away),
         }
-        let Some(exported) = new().filter(|_| self.set_opened(base, true)) else { return Export::Impossible };
+        let exported = new().filter(|_| self.set_opened(base, true)).ok_or(NotExported::Impossible)?;
         if let Some(range) = self.ranges.get_mut(&base) {
             range.exported = Some(exported);
         }
-        Export::Done(exported, allocation, offset)
+        Ok((exported, allocation, offset))
     }
 
     /// Sets whether other processes may have a range open. Returns `false` if the range does not exist.
@@ -136,7 +135,7 @@ mod tests {
         let memory = Memory::new();
         let at = memory.allocate();
         let exported = Exported { range: 1, secret: Secret([7; 16]) };
-        let Export::Done(_, allocation, 0) = memory.space.lock().export(at, |_| true, || Some(exported)) else {
+        let Ok((_, allocation, 0)) = memory.space.lock().export(at, |_| true, || Some(exported)) else {
             panic!("an export")
         };
         let open = || memory.space.lock().open_export(exported, allocation.id, 0);

@@ -60,9 +60,7 @@ impl Space {
         }
         let base = make()?;
         self.add_range(base, len, RangeKind::Single, Flags { managed: size, ..Flags::default() })?;
-        let id = self.next_id;
-        self.next_id += 1;
-        self.allocations.insert(base, Allocation { base, size, id, context, managed: true, pool: 0, range: base });
+        self.add_allocation(Allocation { base, size, id: 0, context, managed: true, pool: 0, range: base });
         Ok(base)
     }
 
@@ -71,7 +69,7 @@ impl Space {
         self.allocations.values().any(|allocation| allocation.managed)
     }
 
-    pub(super) fn engine_of_range(&self, base: u64) -> &'static dyn Engine {
+    pub(super) fn engine_of_range(&self, base: u64) -> Engine {
         let flags = self.ranges.get(&base).and_then(|range| range.chunks.first()).map(|chunk| chunk.flags);
         flags.map_or(self.engine, |flags| self.engine_of(flags))
     }

@@ -17,7 +17,7 @@ mod managed;
 mod mapping;
 mod pools;
 
-pub use export::{Export, Exported, Opening};
+pub use export::{Exported, NotExported, Opening};
 pub use managed::Unfreed;
 pub use pools::has_pending_frees;
 
@@ -48,7 +48,7 @@ use nvshare_wire::ClientMessage;
 #[derive(Debug)]
 pub struct Space {
     gpu: CUdevice,
-    engine: &'static dyn Engine,
+    engine: Engine,
     ranges: BTreeMap<u64, Range>,
     allocations: BTreeMap<u64, Allocation>,
     /// Freed allocations that earlier work may still use.
@@ -187,7 +187,7 @@ impl Range {
 
 impl Space {
     /// `total` is the size of the GPU in bytes.
-    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, env_max: u64, work: &'static Work) -> Self {
+    pub fn new(gpu: CUdevice, engine: Engine, total: u64, env_max: u64, work: &'static Work) -> Self {
         let demand_paged = !engine.copies();
         let can_rdma = !demand_paged && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let account = Account {
@@ -224,7 +224,7 @@ impl Space {
         self.account.free_within(limit)
     }
 
-    pub fn engine(&self) -> &'static dyn Engine {
+    pub fn engine(&self) -> Engine {
         self.engine
     }
 
@@ -233,8 +233,8 @@ impl Space {
     }
 
     /// The engine that moves a chunk with these flags.
-    pub(in crate::memory) fn engine_of(&self, flags: Flags) -> &'static dyn Engine {
-        if flags.managed > 0 { &engine::Managed } else { self.engine }
+    pub(in crate::memory) fn engine_of(&self, flags: Flags) -> Engine {
+        if flags.managed > 0 { Engine::Managed } else { self.engine }
     }
 
     /// The allocation that contains this address.
@@ -254,11 +254,14 @@ impl Space {
             let (base, backing) = self.make_range(len, RangeKind::Single, self.flags, beyond)?;
             (base, base, backing)
         };
-        let id = self.next_id;
-        self.next_id += 1;
-        self.allocations
-            .insert(address, Allocation { base: address, size, id, context, managed: false, pool: 0, range });
+        self.add_allocation(Allocation { base: address, size, id: 0, context, managed: false, pool: 0, range });
         Ok(Allocated { address, backing })
+    }
+
+    /// Adds an allocation under the next id.
+    fn add_allocation(&mut self, allocation: Allocation) {
+        self.allocations.insert(allocation.base, Allocation { id: self.next_id, ..allocation });
+        self.next_id += 1;
     }
 
     fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, Backing), CUresult> {
@@ -278,12 +281,13 @@ impl Space {
         }
     }
 
-    /// Allocates memory for `cuMemCreate`, at an address that the program does not know. Returns the base
-    /// of its range.
-    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
+    /// Allocates memory for `cuMemCreate`, at an address that the program does not know: the base of its
+    /// range.
+    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
         self.release_unused_pools_for(len, work);
-        self.make_range(len, RangeKind::Created, flags, beyond)
+        let (address, backing) = self.make_range(len, RangeKind::Created, flags, beyond)?;
+        Ok(Allocated { address, backing })
     }
 
     /// Frees a range from [`create`](Self::create) that is no longer mapped or referenced.

@@ -17,7 +17,7 @@
 use super::{Allocated, Allocation, RangeKind, Space};
 use crate::{
     driver::types::*,
-    memory::engine::GRANULE,
+    memory::engine::{GRANULE, bit},
     submit::{Fence, Work},
 };
 use alloc::vec::Vec;
@@ -103,10 +103,8 @@ impl Space {
     fn add_allocation_of_pool(&mut self, address: u64, size: u64, pool: u64) {
         // The segment that contains the block.
         let range = self.ranges.range(..=address).next_back().map_or(address, |(base, _)| *base);
-        let id = self.next_id;
-        self.next_id += 1;
-        let (context, managed) = (0, false); // pool memory belongs to no context
-        self.allocations.insert(address, Allocation { base: address, size, id, context, managed, range, pool });
+        let context = 0; // pool memory belongs to no context
+        self.add_allocation(Allocation { base: address, size, id: 0, context, managed: false, range, pool });
     }
 
     /// Releases unused memory of pools for an allocation that would not fit otherwise. Does nothing if that
@@ -185,10 +183,6 @@ impl Space {
         segments.into_iter().for_each(|base| self.drop_range(base));
         before.saturating_sub(self.account.demand)
     }
-}
-
-fn bit(gpu: CUdevice) -> u64 {
-    u32::try_from(gpu).ok().and_then(|gpu| 1u64.checked_shl(gpu)).unwrap_or(0)
 }
 
 #[cfg(test)]

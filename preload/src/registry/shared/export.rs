@@ -6,7 +6,7 @@ use crate::{
     connection::{self, outbox},
     driver::{self, types::*},
     gpu::{self, Gpu},
-    memory::space::{Export, Exported, Opening, Space},
+    memory::space::{Exported, NotExported, Opening, Space},
     sys::{
         once::OnceBox,
         sync::{Mutex, Rank},
@@ -49,35 +49,21 @@ fn announce_key() -> Option<Secret> {
     key()
 }
 
-/// The outcome of an export.
-#[derive(Debug)]
-pub enum Attempt {
-    Done(IpcHandle),
-    /// Part of the allocation is off the GPU at the moment.
-    Away,
-    /// The export is not possible. The driver must answer.
-    Impossible,
-}
-
 /// Exports the allocation that contains this address. Its range stays on the GPU until the last process
 /// that opens it has closed it.
-pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
+pub fn export(gpu: &'static Gpu, address: u64) -> Result<IpcHandle, NotExported> {
     static RANGES: AtomicU32 = AtomicU32::new(1);
-    let Some(key) = announce_key() else { return Attempt::Impossible };
+    let key = announce_key().ok_or(NotExported::Impossible)?;
     let begin = Instant::now();
     // Announces the key first, because a process that opens the handle finds this process by the key.
     while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
         time::sleep(Duration::from_millis(1));
     }
     let new = || Some(Exported { range: RANGES.fetch_add(1, Ordering::Relaxed), secret: random()? });
-    match gpu.change(|space| space.export(address, |chunk| descriptor(chunk).is_some(), new)) {
-        Some(Export::Done(Exported { range, secret }, allocation, offset)) => {
-            let (size, id) = (allocation.size, allocation.id);
-            Attempt::Done(ExportHandle { exporter: key, secret, size, id, range, offset }.write())
-        }
-        Some(Export::Away) => Attempt::Away,
-        Some(Export::Impossible) | None => Attempt::Impossible,
-    }
+    let exported = gpu.change(|space| space.export(address, |chunk| descriptor(chunk).is_some(), new));
+    let (Exported { range, secret }, allocation, offset) = exported.ok_or(NotExported::Impossible)??;
+    let (size, id) = (allocation.size, allocation.id);
+    Ok(ExportHandle { exporter: key, secret, size, id, range, offset }.write())
 }
 
 /// Returns a descriptor of the chunk, for another process.

@@ -5,10 +5,13 @@
 use super::handle::{ExportHandle, RangeId};
 use crate::{
     connection::outbox,
-    driver::{self, check, types::*},
+    driver::{self, check, query, types::*},
     env::trace::trace,
     gpu::{self, Gpu},
-    memory::{engine::GRANULE, space::Allocation},
+    memory::{
+        engine::{self, GRANULE},
+        space::Allocation,
+    },
     submit::Fence,
     sys::sync::{Guard, Mutex, Rank},
 };
@@ -87,9 +90,8 @@ pub fn introduce(gpu: &Gpu) {
 
 impl Import {
     pub fn reserve(bytes: u64, user: &'static Gpu) -> Result<Self, CUresult> {
-        let mut at = 0;
-        // SAFETY: `at` outlives the call.
-        check(unsafe { driver::cuMemAddressReserve(&mut at, bytes as usize, GRANULE as usize, 0, 0) })?;
+        // SAFETY: the place is valid.
+        let at = query::value(|at| unsafe { driver::cuMemAddressReserve(at, bytes as usize, GRANULE as usize, 0, 0) })?;
         Ok(Self { at, bytes, mapped: 0, user, home: None, opens: Vec::new(), adopted: false, closing: None })
     }
 
@@ -116,10 +118,7 @@ impl Import {
     }
 
     pub fn give_access(&self) -> Result<(), CUresult> {
-        let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: self.user.index as CUdevice };
-        let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-        // SAFETY: `access` outlives the call, and the whole range is mapped.
-        check(unsafe { driver::cuMemSetAccess(self.at, self.bytes as usize, &access, 1) }).map_err(|_| ERROR_MAP_FAILED)
+        engine::let_in(self.user.index as CUdevice, self.at, self.bytes).map_err(|_| ERROR_MAP_FAILED)
     }
 
     /// Unmaps the range and frees its addresses. No running work may use it.

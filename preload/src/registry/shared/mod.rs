@@ -22,7 +22,7 @@ mod imports;
 mod open;
 mod question;
 
-pub use export::{Attempt, answer, export, on_unused};
+pub use export::{answer, export, on_unused};
 pub use handle::{IpcHandle, is_ours};
 pub use imports::{adopt, close, drop_context, find, has_imports, introduce, unmap_closed};
 pub use open::open;
