@@ -3,20 +3,21 @@
 natively, beside a program without nvshare that grows.
 
   diffusion.py [--programs target/release] [--steps native,again,pair] [--checkpoints 8,4]
-               [--free 24] [--game 12] [--images 4] [--size 1024] [--denoise 2] [--settings TOML]
-               [--budget 500] [--out DIRECTORY]
+               [--render 8] [--free 24] [--game 12] [--images 4] [--size 1024] [--denoise 2]
+               [--settings TOML] [--budget 500] [--out DIRECTORY]
 
 A program holds several checkpoints in host memory: a UNet and a decoder with the shapes of SDXL and
 random weights, 4.9 GiB in bf16. As ComfyUI does, it page-locks each large weight of all checkpoints
 with cudaHostRegister, and uses PyTorch's backend cudaMallocAsync. It renders --images images with
-each checkpoint, in turn with two ways of low-VRAM offloading:
+each of the first --render checkpoints, in turn with two ways of low-VRAM offloading:
   sequential  the weights of each layer are on the GPU only while the layer runs
   streams     the same, but another stream copies the weights of the next layer in advance
 The text embeddings are random, so there are no text encoders. Decoding all images at the same time
 needs several GiB of GPU memory.
 
 A ballast process leaves --free GiB of the GPU free. The steps:
-  native  one program natively; the hashes of its images are the reference. They are kept in --out
+  native  one program natively, with --render checkpoints; the hashes of its images are the
+          reference. They are kept in --out
   again   the same with the first two checkpoints; checks that native hashes repeat
   alone   one program under nvshare, without other programs
   pair    two programs under nvshare, with the two numbers of --checkpoints, beside the game: a
@@ -31,6 +32,9 @@ Prints JSON lines:
   game     the rounds, the allocations, how many failed, the largest delay of an allocation in
            seconds, and the number of 64-MiB chunks with wrong contents
   STEP     the numbers of images and of changed images; under nvshare the GiB moved in and out
+With 256 GiB of host memory, `--checkpoints 25,20 --render 3 --steps native,pair` page-locks nearly
+nine tenths of it.
+
 A failed step does not stop the next. The lines are also in results.jsonl in --out, with all logs.
 The exit status is 1 if an image changed, a program failed, or the game's memory was wrong.
 
@@ -200,7 +204,7 @@ def program(arguments):
     locked |= {"lock-failures": len(failed), "lock-errors": sorted(set(failed))}
     seconds = {"start-seconds": round(imported - begun, 1), "load-seconds": round(time.time() - imported, 1)}
     say(loaded=len(checkpoints), backend=torch.cuda.get_allocator_backend(), **locked, **seconds)
-    for number, checkpoint in enumerate(checkpoints):
+    for number, checkpoint in enumerate(checkpoints[: arguments["render"]]):
         if time.time() > until:
             break
         way, began = WAYS[number % len(WAYS)], time.time()
@@ -266,7 +270,7 @@ class Run:
                 file.write(line + "\n")
 
     def child(self, step, name, count, seconds, environment, hear):
-        shape = {name: getattr(self.arguments, name) for name in ("images", "size", "denoise")}
+        shape = {name: getattr(self.arguments, name) for name in ("images", "size", "denoise", "render")}
         words = ["--child", json.dumps(shape | {"checkpoints": count, "seconds": seconds})]
         log = self.arguments.out / f"{step}-{name}.log"
         return stage.Child(name, [__file__, *words], ENVIRONMENT | environment, log, hear)
@@ -293,7 +297,8 @@ class Run:
 
     def step(self, step, limit):
         first, second = (self.arguments.checkpoints * 2)[:2]
-        counts = {"native": [first], "again": [min(2, first)], "alone": [first], "pair": [first, second]}[step]
+        rendered = min(first, self.arguments.render)
+        counts = {"native": [rendered], "again": [min(2, rendered)], "alone": [first], "pair": [first, second]}[step]
         hashes, changed, uncompared, errors = {}, [], 0, []
 
         def hear(name, said):
@@ -331,7 +336,8 @@ class Run:
         if step == "native":
             self.native = hashes
             self.kept.write_text(json.dumps(hashes))
-        line |= {"ok": not changed and not errors and bool(hashes), "images": len(hashes), "of": sum(counts), "changed": len(changed)}
+        images = sum(min(count, self.arguments.render) for count in counts)
+        line |= {"ok": not changed and not errors and bool(hashes), "images": len(hashes), "of": images, "changed": len(changed)}
         self.failed |= not line["ok"]
         self.say(step, **line, **{"changed-images": changed, "uncompared": uncompared, "errors": errors})
 
@@ -375,6 +381,7 @@ def main():
     parser.add_argument("--programs", type=Path, default=Path("target/release"), help="directory of nvshare-scheduler and libnvshare.so")
     parser.add_argument("--steps", type=lambda text: text.split(","), default=["native", "again", "pair"])
     parser.add_argument("--checkpoints", type=lambda text: [int(count) for count in text.split(",")], default=[8, 4], help="of each program")
+    parser.add_argument("--render", type=int, default=8, help="checkpoints of each program that render images")
     parser.add_argument("--free", type=float, default=24, help="GiB that the ballast leaves free")
     parser.add_argument("--game", type=float, default=12, help="GiB to which the game grows")
     parser.add_argument("--images", type=int, default=4, help="images per checkpoint")

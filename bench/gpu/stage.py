@@ -173,9 +173,9 @@ class Child:
 
 
 @contextlib.contextmanager
-def ballast(free):
+def ballast(free, gpu=0):
     """Holds GPU memory until only `free` GiB are free. Yields a dictionary that tells how much."""
-    words = [sys.executable, Path(__file__).with_name("suites.py"), "--ballast", str(free)]
+    words = [sys.executable, Path(__file__).with_name("suites.py"), "--ballast", str(free), str(gpu)]
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         line = holder.stdout.readline()
@@ -209,13 +209,13 @@ def end(*children, patience=20):
 
 
 class Driver:
-    """The driver API, with a context on the first GPU."""
+    """The driver API, with a context on a GPU."""
 
-    def __init__(self):
+    def __init__(self, gpu=0):
         self.library = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuInit", ctypes.c_uint(0))
-        self.call("cuDeviceGet", ctypes.byref(device), 0)
+        self.call("cuDeviceGet", ctypes.byref(device), gpu)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxSetCurrent", context)
 

@@ -125,9 +125,9 @@ SUITES = {
 # Roles of child processes.
 
 
-def ballast(free):
+def ballast(free, gpu=0):
     stage.end_with_parent()
-    driver = stage.Driver()
+    driver = stage.Driver(gpu)
     at, size = ctypes.c_uint64(), max(0, driver.free() - int(free * GIB))
     if size:
         driver.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
@@ -502,7 +502,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--ballast"]:
-        ballast(float(sys.argv[2]))
+        ballast(float(sys.argv[2]), *map(int, sys.argv[3:]))
     elif sys.argv[1:2] == ["--compete"]:
         compete(float(sys.argv[2]))
     else:

@@ -51,6 +51,8 @@ def options(arguments):
         said["compilation_config"] = GRAPHS
     if arguments.backend:
         said["attention_backend"] = arguments.backend
+    if arguments.tensor > 1:
+        said["tensor_parallel_size"] = arguments.tensor
     if arguments.sleep_mode:
         said["enable_sleep_mode"] = True
     return said
@@ -115,6 +117,7 @@ def main():
     parser.add_argument("--utilization", type=float, required=True, help="vLLM's gpu-memory-utilization")
     parser.add_argument("--mode", choices=["eager", "graph", "default"], default="graph")
     parser.add_argument("--backend", default="", help="vLLM's attention backend (default: vLLM's choice)")
+    parser.add_argument("--tensor", type=int, default=1, help="number of GPUs (tensor parallelism)")
     parser.add_argument("--sleep-mode", action="store_true", help="enable vLLM's sleep mode")
     arguments = parser.parse_args()
     # Output of libraries goes to standard error. Only the protocol uses standard output.

@@ -3,7 +3,7 @@
 vLLM's own sleep mode. Compares every answer with the native answer.
 
   vllm_servers.py [--programs target/release]
-                  [--steps eager,graph,pair,http,asleep,sleep,sleep-nvshare]
+                  [--steps eager,graph,pair,http,asleep,sleep,sleep-nvshare,tensor-native,tensor]
                   [--free 40] [--switches 16] [--questions 2] [--switch-time 25] [--contended 10]
                   [--start 90] [--model DIRECTORY] [--backend NAME] [--settings TOML] [--touch 0]
                   [--budget 540] [--out DIRECTORY] [--json bench/results.json] [--commit COMMIT]
@@ -21,6 +21,10 @@ The steps, each with its own processes:
                          --questions questions each; then one engine answers back-to-back questions,
                          then both
   http                   the same with two `vllm serve`
+  tensor-native          as `graph`, with tensor parallelism on two GPUs; its hashes are the
+                         reference for `tensor`
+  tensor                 as `pair`, with tensor parallelism on two GPUs, each with a ballast. Nothing
+                         names the two jobs
   asleep                 two engines under nvshare, which nvsharectl pauses and resumes several
                          times
   sleep                  natively, two engines with sleep mode (level 1). The second engine starts
@@ -51,7 +55,8 @@ engines.
 The step `asleep` needs nvsharectl and nvshare-checkpoint in --programs, and an ordinary user: the
 scheduler cannot checkpoint programs of root.
 
-Needs a GPU, vLLM, PyTorch and transformers.
+Needs a GPU (two for `tensor-native` and `tensor`, which therefore are not in the default of
+--steps), vLLM, PyTorch and transformers.
 """
 
 import argparse
@@ -71,7 +76,6 @@ import urllib.request
 from pathlib import Path
 
 import figures
-import llm
 import stage
 import vllm_engine
 
@@ -80,9 +84,11 @@ GIB = 2**30
 UTILIZATION = 0.9  # part of --free that an engine may allocate
 FIRST_PORT = 8001
 SERVED_NAME = "m"
+TENSOR = 2  # GPUs of an engine in the steps `tensor-native` and `tensor`
 SLEEP_SWITCHES, AWAKE_ROUNDS, SLEEPS = 4, 6, 4
 ALONE_SECONDS = 5
 LIMITS = {"eager": 110, "graph": 110, "default": 200, "pair": 160, "http": 480, "asleep": 150, "sleep": 120, "sleep-nvshare": 150}
+LIMITS |= {"tensor-native": 150, "tensor": 220}
 STEPS = ("eager", "graph", "pair", "http", "asleep", "sleep", "sleep-nvshare")
 SHORTEST_STEP = 20  # seconds: a step does not begin if less of the budget is left
 ENVIRONMENT = {
@@ -296,7 +302,9 @@ class Answers:
 class Run:
     def __init__(self, arguments, directory):
         self.arguments, self.directory, self.began = arguments, directory, time.time()
-        self.programs, self.hashes, self.failed, self.figures = set(), {}, False, []
+        self.programs, self.failed, self.figures = set(), False, []
+        self.kept = arguments.out / "native.json"
+        self.hashes = json.loads(self.kept.read_text()) if self.kept.exists() else {}
         self.metrics = directory / "metrics.sock"
         # vLLM takes a fraction of the GPU's total memory, which the ballast does not lower.
         self.total = total_memory()
@@ -312,9 +320,9 @@ class Run:
     def log(self, name):
         return self.arguments.out / f"{name}.log"
 
-    def engine(self, name, environment, mode="graph", sleep_mode=False):
+    def engine(self, name, environment, mode="graph", sleep_mode=False, tensor=1):
         words = [sys.executable, HERE / "vllm_engine.py", "--model", self.arguments.model, "--mode", mode]
-        words += ["--utilization", self.utilization]
+        words += ["--utilization", self.utilization, "--tensor", tensor]
         words += ["--backend", self.arguments.backend] if self.arguments.backend else []
         words += ["--sleep-mode"] if sleep_mode else []
         return self.started(Engine(name, words, environment, self.log(name)))
@@ -340,17 +348,18 @@ class Run:
         self.programs.clear()
 
     @contextlib.contextmanager
-    def ballast(self):
-        ballast = llm.Ballast()
-        try:
-            left = ballast.leave(self.arguments.free)
-            if "error" in left:
-                raise Failed(left["error"])
-            self.say("ballast", total=self.total, **left)
-            yield
-        finally:
-            self.clear()  # before the memory that the ballast kept from the programs becomes free
-            stage.end(ballast.process)
+    def ballast(self, gpus=1):
+        """Leaves --free GiB of each of the GPUs free."""
+        with contextlib.ExitStack() as stack:
+            for gpu in range(gpus):
+                left = stack.enter_context(stage.ballast(self.arguments.free, gpu))
+                self.say("ballast", gpu=gpu, total=self.total, **left)
+                if left["free-gib"] < self.arguments.free - 0.1:
+                    raise Failed(f"only {left['free-gib']} GiB of GPU {gpu} are free")
+            try:
+                yield
+            finally:
+                self.clear()  # before the memory that the ballast kept from the programs becomes free
 
     @contextlib.contextmanager
     def scheduler(self, step):
@@ -371,35 +380,36 @@ class Run:
         """Returns the GiB that nvshare has moved in and out."""
         return [round(moved / GIB, 2) for moved in stage.swapped(self.metrics)]
 
-    def reference(self):
+    def reference(self, step="graph"):
         """Returns the native hashes: of this run, or of an earlier run with the same --out."""
-        kept = self.arguments.out / "native.json"
-        if "graph" not in self.hashes and kept.exists():
-            self.hashes = json.loads(kept.read_text())
-        return self.hashes.get("graph")
+        return self.hashes.get(step)
 
-    def native(self, mode):
-        engine = self.engine(mode, {}, mode=mode)
+    def native(self, step):
+        if step == "tensor-native":
+            engine = self.engine(step, {}, tensor=TENSOR)
+        else:
+            engine = self.engine(step, {}, mode=step)
         ready = engine.ready(150)
         one, two = engine.call("all"), engine.call("all")
         batches = [engine.call("batch") for _ in range(2)]
-        self.hashes[mode] = one["hashes"]
-        (self.arguments.out / "native.json").write_text(json.dumps(self.hashes))
+        self.hashes[step] = one["hashes"]
+        self.kept.write_text(json.dumps(self.hashes))
         equal = one["hashes"] == two["hashes"]
         said = {"ok": equal, "ready": ready, "repeat_equal": equal}
         said["batch_equal"] = batches[0]["hashes"] == batches[1]["hashes"]
         said["batch_like_single"] = sum(a == b for a, b in zip(batches[0]["hashes"], one["hashes"]))
-        self.say(mode, **said, **one | {"batch": batches[1]["whole"]})
+        self.say(step, **said, **one | {"batch": batches[1]["whole"]})
 
     def pair(self, step):
-        with self.ballast(), self.scheduler(step) as environment:
+        tensor = TENSOR if step == "tensor" else 1
+        with self.ballast(tensor), self.scheduler(step) as environment:
             if step == "http":
                 programs = [self.server(f"http-{i}", environment, FIRST_PORT + i) for i in range(2)]
             else:
-                programs = [self.engine(f"pair-{i}", environment) for i in range(2)]
+                programs = [self.engine(f"{step}-{i}", environment, tensor=tensor) for i in range(2)]
             ready = [program.ready(self.arguments.start) for program in programs]
             self.say(f"{step}-start", ok=True, ready=ready, swapped=self.swapped())
-            answers = Answers(self.reference())
+            answers = Answers(self.reference("tensor-native" if step == "tensor" else "graph"))
             self.switches(step, programs, answers)
             self.contended(step, programs, answers)
 
@@ -543,9 +553,9 @@ class Run:
         self.say(step, ok=not answers.wrong, **answers.counts(), **said)
 
     def step(self, step):
-        if step in ("eager", "graph", "default"):
+        if step in ("eager", "graph", "default", "tensor-native"):
             self.native(step)
-        elif step in ("pair", "http"):
+        elif step in ("pair", "http", "tensor"):
             self.pair(step)
         elif step == "asleep":
             self.asleep(step)
