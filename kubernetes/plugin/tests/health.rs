@@ -39,6 +39,7 @@ async fn an_xid_makes_a_gpu_unhealthy_until_the_driver_clears_it() {
     process.log.wait("is unhealthy: the driver reports that the GPU needs a reset");
     trouble::advise(&node.machine(), 1, Some(0)).expect("it is written");
     plugin.until_healthy(&[true, true]).await;
+    plugin.allocate(&[&[&ill]]).await.expect("it is healthy again");
     happens(&node, 0, DOUBLE_BIT_ECC, 0);
     plugin.until_healthy(&[false, true]).await;
 }

@@ -18,8 +18,7 @@ slots_are() { [ "$(kubectl get node node -o jsonpath='{.status.allocatable.nvsha
 until_true "slots" slots_are 4
 
 ctl() {
-    kubectl -n nvshare exec daemonset/nvshare -c scheduler -- \
-        nvsharectl --control /run/nvshare-control/control.sock "$@"
+    kubectl -n nvshare exec daemonset/nvshare -c scheduler -- nvsharectl "$@"
 }
 restarts_of() { # container
     kubectl -n nvshare get pods -o jsonpath="{.items[0].status.containerStatuses[?(@.name=='$1')].restartCount}"

@@ -12,7 +12,9 @@ until_true "two pods to run" running 2
 for pair in scheduler:nvshare-schedu device-plugin:nvshare-device- agent:nvshare-agent; do
     before=$(restarts_of "${pair%%:*}")
     pkill -9 "${pair#*:}" || fail "${pair%%:*} does not run"
+    killed=$SECONDS
     until_true "the container ${pair%%:*}" is_back "${pair%%:*}" "$before"
+    say "${pair%%:*} was killed and is ready after $((SECONDS - killed)) s"
 done
 until_true "slots" slots_are 4
 running 2 || fail "pods did not outlive the containers of nvshare"

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # The container with the necessary capabilities puts a pod's program to sleep and wakes it. The
-# program can be woken even if that container and the scheduler were killed during the sleep.
+# program can be woken even if that container and the scheduler were killed during the sleep. If the
+# component is removed during the sleep, the program gets no turn, and other pods run.
 
 a_pod_sleeps_and_wakes() {
     pod sleeper "mix --mem 64M --reps 1 --rounds endless --cpu-ms 20"
@@ -30,6 +31,21 @@ until_true "it to be known as asleep to the next pod" sleeps sleeping
 [ "$(ctl --json status | jq -r '.clients[] | select(."pod-name" == "sleeper") | .paused')" = true ] || fail "it is no longer paused"
 [ "$(ctl --json status | jq -r '.gpus[0].drained')" = true ] || fail "the GPU is no longer drained"
 ctl undrain 0
+
+# Nothing on the node can tell whether the program is asleep.
+cp -r /images/slots /images/sleepless
+sed -i '/^components:/d; /sleep/d' /images/sleepless/kustomization.yaml
+kubectl apply -k /images/sleepless >/dev/null
+kubectl -n nvshare rollout status daemonset/nvshare --timeout=180s >/dev/null || fail "the DaemonSet is not ready without the component"
+until_true "its state to be unknown" sleeps settling
+until_true "the status to name it" eval 'ctl status | grep -q "may be asleep, and gets no turn"'
+! ctl resume default/sleeper 2>/logs/resume || fail "it is resumed without the component"
+grep -q "the component sleep/" /logs/resume || fail "resume: $(cat /logs/resume)"
+pod neighbour "mix --mem 160M --reps 1 --rounds 2"
+until_true "another pod to run" is neighbour Succeeded
+kubectl apply -k /images/slots >/dev/null
+kubectl -n nvshare rollout status daemonset/nvshare --timeout=180s >/dev/null || fail "the DaemonSet is not ready with the component"
+until_true "it to be known as asleep again" sleeps sleeping
 ctl resume default/sleeper
 until_true "it to be awake" sleeps awake
 is sleeper Running || fail "it has not gone on: $(kubectl logs sleeper)"

@@ -22,4 +22,9 @@ for file in /run/nvshare/scheduler.sock "/proc/$main/root/run/nvshare/scheduler.
 done
 if touch "/proc/$main/root/run/nvshare/file" 2>/dev/null && [ ! -w "/proc/$main/root/run/nvshare" ]; then fail "it can write there"; fi
 [ ! -e "/proc/$main/root/run/nvshare-control" ] || fail "a pod sees the control socket"
+
+# A user's pod has no control socket, and nvsharectl says who can run it.
+kubectl run asks --image=nvshare:0.1.0 --restart=Never --command -- nvsharectl status >/dev/null
+until_true "nvsharectl to end" is asks Failed
+kubectl logs asks | grep -q 'an administrator runs `kubectl -n nvshare exec' || fail "nvsharectl: $(kubectl logs asks)"
 kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null

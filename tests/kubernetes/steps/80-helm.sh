@@ -2,13 +2,17 @@
 # The Helm chart is installed, changed and removed.
 
 [ -x /opt/tools/helm ] || { say "there is no helm"; return; }
-values=(--set slots=3 --set createRuntimeClass=true --wait --timeout 180s)
+values=(--set slots=3 --set createRuntimeClass=true)
 has_cdi || values+=(--set inject=mounts)
 
 kubectl delete runtimeclass nvidia >/dev/null
 kubectl create namespace nvshare >/dev/null
+installed=$SECONDS
 helm install nvshare /images/chart "${values[@]}"
 until_true "slots" slots_are 3
+say "the node offers slots $((SECONDS - installed)) s after the installation"
+kubectl -n nvshare rollout status daemonset/nvshare --timeout=180s >/dev/null || fail "the DaemonSet is not ready"
+values+=(--wait --timeout 180s)
 pod charted "mix --mem 160M --reps 2 --rounds 4"
 until_true "a pod to run" is charted Succeeded
 kubectl logs charted | grep -q '"ok":true' || fail "charted: $(kubectl logs charted)"

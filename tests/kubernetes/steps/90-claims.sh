@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Pods claim parts of two GPUs. Claims get at most their parts, Kubernetes counts the parts, and a
-# claim that cannot be served says why.
+# Pods claim parts of two GPUs, also by selectors. Claims get at most their parts, Kubernetes counts the
+# parts, and a claim that cannot be served says why.
 
 has_claims || { say "this Kubernetes has no claims"; return; }
 
@@ -69,6 +69,19 @@ until_true "the event of a claim without a GPU" tells most-3 "cannot allocate al
 [ "$(device_of most-1)" != "$(device_of most-2)" ] || fail "both have one GPU"
 kubectl delete pod most-1 --grace-period=1 --timeout=60s >/dev/null
 until_true "most-3" is most-3 Running
+forget
+
+# ---- selectors, by attributes that NVIDIA's DRA driver has too
+selected() { # expression
+    echo "{name: gpu, exactly: {deviceClassName: gpu.nvshare.com, selectors: [{cel: {expression: '$1'}}]}}"
+}
+of='device.attributes["gpu.nvshare.com"]'
+claim hopper "$(selected "$of.architecture == \"Hopper\" && $of.driverVersion.isGreaterThan(semver(\"500.0.0\"))")"
+claim_pod hopper "$endless" hopper
+claim ampere "$(selected "$of.architecture == \"Ampere\"")"
+claim_pod ampere "$endless" ampere
+until_true "a pod with a matching selector" is hopper Running
+until_true "the event of a selector that matches no GPU" tells ampere "cannot allocate all claims"
 forget
 
 # ---- two GPUs, the first suitable part, and an administrator's access
