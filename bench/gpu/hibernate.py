@@ -181,26 +181,6 @@ def root_control(stage_, *words):
     return (done.stdout + done.stderr).strip()
 
 
-def several(stage_, program, pids, row, expected):
-    """Tries to save each of these processes with its descendants, until one is saved. Returns true if the result
-    of the program is right."""
-    tries = row.setdefault("tries", {})
-    for what, pid in pids.items():
-        original, program.pid = program.pid, pid
-        try:
-            image = save(stage_, program, row)
-            restore(stage_, program, image, row)
-            tries[what] = "saved and restored"
-            break
-        except Refused as why:
-            tries[what] = str(why)
-        finally:
-            program.pid = original
-    row |= {"expected": expected, "found": program.result()}
-    row["is-saved"] = "saved and restored" in tries.values()
-    return row["found"] == expected
-
-
 def tree(stage_, row):
     stage_.begin()
     small = stage_.options.small
@@ -209,11 +189,11 @@ def tree(stage_, row):
     if stage_.options.driver:
         kernel = [str(stage_.programs / "cuda-program"), "naps", "--mem", "16M", "--seconds", "600", "--pause-ms", "5"]
     program = Program(stage_, [*command, "tree", *kernel], is_python=not stage_.options.driver)
-    pid = program.wait("the kernel", lambda: [line["kernel"] for line in program.lines() if "kernel" in line])[0]
-    served = lambda client: client["pid"] == pid and any(gpu["grants"] for gpu in client["gpus"])
-    program.wait("the kernel is served", lambda: any(map(served, stage_.clients())))
-    parent, program.pid = program.pid, pid
-    return several(stage_, program, {"the parent": parent, "the kernel": pid}, row, expected)
+    program.client = program.wait("the kernel", lambda: [line["kernel"] for line in program.lines() if "kernel" in line])[0]
+    program.until_works()
+    restore(stage_, program, save(stage_, program, row), row)
+    row |= {"expected": expected, "found": program.result()}
+    return row["found"] == row["expected"]
 
 
 def ranks(stage_, row):
@@ -222,7 +202,13 @@ def ranks(stage_, row):
     expected = Program(stage_, [*words, str(port())], native=True).result()
     program = Program(stage_, [*words, str(port())])
     program.until_works()
-    return several(stage_, program, {"rank 0, with rank 1": program.pid}, row, expected)
+    row["is-saved"] = True
+    try:
+        restore(stage_, program, save(stage_, program, row), row)
+    except Refused as why:
+        row |= {"is-saved": False, "said": str(why)}
+    row |= {"expected": expected, "found": program.result()}
+    return row["found"] == row["expected"]
 
 
 WORK = {"plugin": plugin, "train": train, "reset": reset, "tree": tree, "ranks": ranks, "other-gpu": other_gpu}

@@ -14,13 +14,6 @@ from hibernate_stage import PROGRAMS, START, Program, Refused, order_restore, po
 
 TOKENS = 64
 TOKEN = "bench"
-# A configuration with which the Jupyter server uses a GPU itself.
-WITH_GPU = """
-import sys
-sys.path.insert(0, {programs!r})
-from hibernate_programs import model
-model(1)()
-"""
 
 
 def request(url, body=None, limit=30):
@@ -118,13 +111,9 @@ def llama_server(stage_, row):
 class Notebook:
     """A Jupyter server with a kernel. `transport`: of the messages between them, `ipc` or `tcp`."""
 
-    def __init__(self, stage_, transport, native=False, with_gpu=False):
+    def __init__(self, stage_, transport, native=False):
         directory = stage_.directory / "notebook"
         directory.mkdir(exist_ok=True)
-        (directory / "jupyter_server_config.py").unlink(missing_ok=True)
-        if with_gpu:
-            text = WITH_GPU.format(programs=str(stage_.programs))
-            (directory / "jupyter_server_config.py").write_text(text)
         os.chown(directory, host.USER, host.USER)
         number = port()
         self.address = f"127.0.0.1:{number}"
@@ -176,12 +165,12 @@ class Notebook:
         return self.run("print(run(), first)")
 
 
-def save_notebook(stage_, row, transport, options, with_gpu):
+def save_notebook(stage_, row, transport, options):
     """Saves and restores a server with its kernel. Returns the outputs of the cells before and after."""
-    notebook = Notebook(stage_, transport, with_gpu=with_gpu)
+    notebook = Notebook(stage_, transport)
     program = notebook.program
     outputs = [notebook.prepare(stage_)]
-    kernels = [client["pid"] for client in stage_.clients() if client["pid"] != program.pid]
+    kernels = [client["pid"] for client in stage_.clients()]
     row["processes"] = {"server": program.pid, "kernels": kernels}
     notebook.until_closed()
     try:
@@ -206,15 +195,9 @@ def jupyter(stage_, row):
     host.end_all()
     row |= {"expected": expected, "found": {}, "tries": {}}
     variants = {"ipc": ("ipc", []), "tcp": ("tcp", []), "tcp-closed": ("tcp", ["--close-connections"])}
-    with_gpu = False
-    for name, (transport, options) in variants.items():
-        while True:
-            what = f"{name}{', a server with a GPU' if with_gpu else ''}"
-            part = row[what] = {}
-            row["found"][what] = save_notebook(stage_, part, transport, options, with_gpu)
-            row["tries"][what] = part["said"]
-            if with_gpu or "no program under nvshare" not in part["said"]:
-                break
-            with_gpu = True
+    for what, (transport, options) in variants.items():
+        part = row[what] = {}
+        row["found"][what] = save_notebook(stage_, part, transport, options)
+        row["tries"][what] = part["said"]
     row["is-saved"] = any(said == "saved and restored" for said in row["tries"].values())
     return all(found == expected for found in row["found"].values())

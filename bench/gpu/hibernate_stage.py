@@ -108,7 +108,8 @@ class Program:
         found = re.search(r"runs as process (\d+),", said)
         if not found:
             raise SystemExit(f"the program was not started: {said}")
-        self.pid = int(found[1])
+        # The process that is saved, with its descendants, and the one of them that uses the GPU.
+        self.pid = self.client = int(found[1])
 
     def lines(self):
         found = []
@@ -143,7 +144,7 @@ class Program:
     def until_works(self, more=BEFORE):
         """Waits until the program has completed more steps."""
         if not self.is_python:
-            served = lambda client: client["pid"] == self.pid and any(gpu["grants"] for gpu in client["gpus"])
+            served = lambda client: client["pid"] == self.client and any(gpu["grants"] for gpu in client["gpus"])
             return self.wait("the program is served", lambda: any(map(served, self.stage.clients())))
         before = len(self.lines())
         return self.wait(f"{more} more steps", lambda: len(self.lines()) >= before + more)
@@ -160,7 +161,7 @@ class Program:
     def result(self, limit=START):
         """Waits for the end of the program. Returns its result."""
         if not self.is_python:
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.client, signal.SIGUSR1)
         self.wait("the program's end", lambda: not self.lives(), limit, lives=False)
         lines = self.lines()
         if not self.is_python:
@@ -178,7 +179,7 @@ def save(stage_, program, row, *options):
     times."""
     for attempt in range(2):
         if attempt:
-            program.wait("the program is back", lambda: is_back(stage_, program.pid), 30)
+            program.wait("the program is back", lambda: is_back(stage_, program.client), 30)
             host.VERBOSE.touch()
         watch = host.Watch(stage_.options.images, stage_.path(f"criu-{attempt}"))
         watch.start()
