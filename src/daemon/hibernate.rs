@@ -21,7 +21,7 @@ use rustix::net::{Shutdown, shutdown};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
-use tokio::task::spawn_local;
+use tokio::task::{spawn_blocking, spawn_local};
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 use zbus::fdo;
@@ -31,7 +31,7 @@ use crate::daemon::systemd;
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::peer;
 use crate::scheduler::ClientId;
-use crate::sys::{descriptors, socket};
+use crate::sys::{credentials, descriptors, socket};
 
 /// The socket of the helper. systemd starts a helper for each connection.
 const SOCKET: &str = "/run/nvshare-hibernate/hibernate.sock";
@@ -300,11 +300,14 @@ async fn save(
     let since = Instant::now();
     let mut candidates = Vec::new();
     wait_until_back(core, pid).await;
-    let saved = match propose(core, pid, users, &mut candidates) {
-        Ok(()) => save_candidates(core, budget, &candidates, closes_connections, cancelled).await.map_err(|why| {
-            warn!(pid, "cannot save process {pid} to disk: {why}");
-            failed(&format!("hibernate process {pid}"), why)
-        }),
+    let saved = match propose(core, pid, users, &mut candidates).await {
+        Ok(root) => {
+            let saved = save_candidates(core, budget, &root, &candidates, closes_connections, cancelled).await;
+            saved.map_err(|why| {
+                warn!(pid, "cannot save process {pid} to disk: {why}");
+                failed(&format!("hibernate process {pid}"), why)
+            })
+        }
         Err(e) => Err(e),
     };
     if saved.is_err() {
@@ -320,35 +323,64 @@ async fn save(
     saved
 }
 
-/// Puts the program of a process to sleep, and those of its descendants.
+/// Puts the program of a process to sleep, and the programs of its descendants. Returns a pidfd of the process,
+/// which need not use a GPU itself: a notebook server only starts kernels.
 ///
 /// # Errors
-/// One of them cannot be hibernated. The earlier ones are in `candidates`.
-fn propose(
+/// One of the programs cannot be hibernated, or none exists. The earlier ones are in `candidates`.
+async fn propose(
     core: &Rc<RefCell<Core>>,
     root: u32,
     users: &BTreeSet<u32>,
     candidates: &mut Vec<Candidate>,
-) -> fdo::Result<()> {
-    for pid in programs(core, root) {
+) -> fdo::Result<OwnedFd> {
+    // Opened before the search. If the process has not ended afterwards, the programs are its descendants, and not
+    // those of an earlier process with the same PID.
+    let process = i32::try_from(root).ok().and_then(|pid| credentials::pidfd_of(pid).ok().flatten());
+    for pid in programs(core, root).await {
         let candidate =
             core.borrow_mut().with_host(|host, model, events| host.departures.propose(model, events, pid, users))?;
         candidates.push(candidate);
     }
-    Ok(())
+    // A client's own pidfd also identifies the process that has connected.
+    let own = candidates.iter().find(|candidate| candidate.pid == root);
+    let process = own.map_or(process, |candidate| candidate.process.try_clone().ok());
+    process
+        .filter(|process| !candidates.is_empty() && !credentials::has_ended(process.as_fd()))
+        .ok_or_else(|| no_programs(root))
 }
 
-/// The process, and its descendants that are clients.
-fn programs(core: &Rc<RefCell<Core>>, root: u32) -> Vec<u32> {
-    let clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
-    let descendants = clients.into_iter().filter(|pid| is_descendant(*pid, root));
-    std::iter::once(root).chain(descendants).collect()
+fn no_programs(root: u32) -> fdo::Error {
+    fdo::Error::InvalidArgs(format!("neither process {root} nor its descendants are programs under nvshare"))
+}
+
+/// The users of the programs of a process and its descendants.
+///
+/// # Errors
+/// `InvalidArgs` if there are no such programs.
+pub async fn users_of_tree(core: &Rc<RefCell<Core>>, root: u32) -> fdo::Result<BTreeSet<u32>> {
+    let mut users = BTreeSet::new();
+    for pid in programs(core, root).await {
+        users.extend(core.borrow().model.users_of(pid)?);
+    }
+    if users.is_empty() { Err(no_programs(root)) } else { Ok(users) }
+}
+
+/// The process and its descendants, as far as they are clients.
+async fn programs(core: &Rc<RefCell<Core>>, root: u32) -> BTreeSet<u32> {
+    let mut clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
+    // Reads /proc for each client and its ancestors, which would delay the scheduling loop.
+    let search = move || {
+        clients.retain(|pid| *pid > 0 && (*pid == root || is_descendant(*pid, root)));
+        clients
+    };
+    spawn_blocking(search).await.unwrap_or_default()
 }
 
 /// Waits until a program uses its GPUs again whose hibernation has just failed. It connects again after a second.
 async fn wait_until_back(core: &Rc<RefCell<Core>>, root: u32) {
+    let pids = programs(core, root).await;
     let any = |is_absent: &dyn Fn(&Core, ClientId) -> bool| {
-        let pids = programs(core, root);
         let core = &*core.borrow();
         let clients = core.model.client_pids().into_iter().filter(|(_, pid)| pids.contains(pid));
         clients.into_iter().any(|(client, _)| is_absent(core, ClientId(client)))
@@ -372,15 +404,17 @@ fn is_descendant(pid: u32, root: u32) -> bool {
     std::iter::successors(parent(&pid), parent).take(MAX_DEPTH).any(|ancestor| ancestor == root)
 }
 
+/// `root`: the pidfd of the process to save with its descendants.
 async fn save_candidates(
     core: &Rc<RefCell<Core>>,
     budget: &Arc<Budget>,
+    root: &OwnedFd,
     candidates: &[Candidate],
     closes_connections: bool,
     mut cancelled: Pin<&mut impl Future<Output = ()>>,
 ) -> Result<Image, String> {
     let helper = tokio::select! {
-        helper = prepare(core, budget, candidates, closes_connections) => helper?,
+        helper = prepare(core, budget, root, candidates, closes_connections) => helper?,
         () = &mut cancelled => return Err(CANCELLED.into()),
     };
     let reply = {
@@ -411,10 +445,12 @@ async fn save_candidates(
 async fn prepare(
     core: &Rc<RefCell<Core>>,
     budget: &Arc<Budget>,
+    root: &OwnedFd,
     candidates: &[Candidate],
     closes_connections: bool,
 ) -> Result<Helper, String> {
-    let root = candidates.first().ok_or("it has ended")?;
+    // The helper checks that all processes of the tree belong to this user.
+    let uid = candidates.first().ok_or("it has ended")?.uid;
     for candidate in candidates {
         wait_until_asleep(core, candidate).await?;
     }
@@ -427,8 +463,8 @@ async fn prepare(
     let clients = others.filter_map(|pid| pid.try_into().ok()).collect();
     let gpus = candidates.iter().flat_map(|candidate| candidate.gpus.iter().copied()).collect();
     let gpus = core.borrow().model.kinds_of(&gpus);
-    let request = Request::Check { uid: root.uid, clients, gpus, closes_connections };
-    match helper.ask(&request, Some(&root.process)).await {
+    let request = Request::Check { uid, clients, gpus, closes_connections };
+    match helper.ask(&request, Some(root)).await {
         Some(Reply::Done) => {}
         Some(Reply::Refused(why)) => return Err(why),
         _ => return Err(format!("{PROGRAM} ended without a reply. Try again")),

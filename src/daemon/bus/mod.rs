@@ -75,6 +75,8 @@ pub enum Request {
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
     /// The users of the program with this process ID.
     UsersOf(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
+    /// The users of the programs of the process with this ID and of its descendants.
+    UsersOfTree(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
     /// Pauses the program with this process ID (`true`), or resumes it (`false`). The program must belong
     /// to one of these users.
     Pause {

@@ -234,7 +234,8 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<String, Failure> {
         let closes_connections = options::hibernation(&options)?;
-        let users = self.authorize_for(pid, &format!("hibernate process {pid}"), &header).await?;
+        let what = format!("hibernate process {pid}");
+        let users = self.authorize(|reply| Request::UsersOfTree(pid, reply), &what, &header).await?;
         let caller = self.callers.identify(Some(&header)).await?;
         // If the caller leaves, the dropped request cancels the hibernation.
         let done = tokio::select! {
@@ -516,9 +517,22 @@ impl Object {
     /// # Errors
     /// The caller may not perform this action on the program.
     async fn authorize_for(&self, pid: u32, what: &str, header: &Header<'_>) -> Result<BTreeSet<u32>, Failure> {
+        self.authorize(|reply| Request::UsersOf(pid, reply), what, header).await
+    }
+
+    /// Returns the users that a request finds. A caller may always act on its own programs.
+    ///
+    /// # Errors
+    /// The caller may not perform this action on these users' programs.
+    async fn authorize(
+        &self,
+        users: impl FnOnce(oneshot::Sender<fdo::Result<BTreeSet<u32>>>) -> Request,
+        what: &str,
+        header: &Header<'_>,
+    ) -> Result<BTreeSet<u32>, Failure> {
         let caller = self.callers.identify(Some(header)).await?;
         caller.may_see_others()?;
-        let users = self.ask(|reply| Request::UsersOf(pid, reply)).await??;
+        let users = self.ask(users).await??;
         for user in &users {
             caller.may_pause(*user, what).await?;
         }

@@ -123,6 +123,10 @@ impl Control {
             }
             // The following requests read or write files, so they run in tasks that do not block
             // the scheduling loop.
+            Request::UsersOfTree(pid, reply) => {
+                let core = core.clone();
+                spawn_local(async move { reply.send(hibernate::users_of_tree(&core, pid).await) });
+            }
             Request::Reload(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
                 spawn_local(async move { reply.send(control.reload(&core, &by).await) });

@@ -202,25 +202,29 @@ ends_well
 as_user nvsharectl hibernated --delete "$saved" || fail "its owner may not delete it"
 rm -f /tmp/said /tmp/pages /tmp/manifest
 
-# A program that has started another one is saved with it, and both are restored.
-said=$(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" env "${gpu[@]}" setpriv \
-    --inh-caps=-all nvsharectl run --portable=$log -- bash -c 'run() { "$@" cuda-program naps --mem 16M --seconds 600 \
-    --pause-ms 5; }; (run exec) & run exec')
-pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
+# Programs are saved with the process that has started them, which need not use a GPU itself.
 both_served() { is_so '[.clients[] | select(.gpus[].grants > 0)] | length == 2'; }
-until_true "both programs to be served" both_served
-child=$(pgrep -P "$pid" -x cuda-program) || fail "it has not started another program"
-as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the two programs are refused: $(cat /tmp/said)"
-saved=$(image)
-kill -0 "$child" 2>/dev/null && fail "the second program still runs"
-as_user nvsharectl restore "$saved" >/dev/null || fail "the two programs are not restored"
-until_true "both programs to be served" both_served
-kill -USR1 "$child" "$pid"
-until_true "the program to end" gone
 both_end() { [ "$(grep -c '"ok":true' $log)" = 2 ]; }
-until_true "both results" both_end
-rm $log
-as_user nvsharectl hibernated --delete "$saved"
+for rest in 'run exec' '(run exec) & wait'; do
+    said=$(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" env "${gpu[@]}" setpriv \
+        --inh-caps=-all nvsharectl run --portable=$log -- bash -c 'run() { "$@" cuda-program naps --mem 16M --seconds 600 \
+        --pause-ms 5; }; (run exec) & '"$rest")
+    pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
+    until_true "both programs to be served" both_served
+    child=$(pgrep -P "$pid" -x cuda-program | head -n 1)
+    refused "may not" runuser -u nobody -- nvsharectl hibernate "$pid"
+    as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the two programs are refused: $(cat /tmp/said)"
+    saved=$(sed -n 's/.*nvsharectl restore \([^ ]*\).*/\1/p' /tmp/said)
+    kill -0 "$child" 2>/dev/null && fail "the second program still runs"
+    as_user nvsharectl restore "$saved" >/dev/null || fail "the two programs are not restored"
+    until_true "both programs to be served" both_served
+    pkill -USR1 -u $user -x cuda-program
+    until_true "the programs to end" gone
+    until_true "both results" both_end
+    rm $log
+    as_user nvsharectl hibernated --delete "$saved"
+done
+refused "neither process $$ nor its descendants are programs" as_user nvsharectl hibernate $$
 
 # The owner of a program controls what CRIU reads from it, and which processes it leaves. An image that
 # claims a right is not sealed, and a restore gives no process a right. The stand-in for CRIU does what
