@@ -451,7 +451,6 @@ impl Machine {
         }
         let client = Client { named: gang, tenant, signalled: false, stopped: false, heard: self.now };
         self.clients.insert(id, client);
-        self.fairness.connected(id, tenant);
         self.sharing().enter_gang(id, Gang::named(gang));
     }
 
@@ -476,13 +475,11 @@ impl Machine {
         self.leave_group(id);
         self.quota.disconnected(id);
         self.sharing().leave_gang(id);
-        self.queues.disconnected(id);
         self.fairness.disconnected(id);
         self.with_places(|places, cx, _| places.leave(cx, id));
         self.clients.remove(&id);
         self.gpus.set_probed(id, None);
         self.effects.wake(Wake::Client(id), None);
-        self.sleep.forget(id);
         self.effects.wake(Wake::Sleep(id), None);
         self.follow(id, vec![Task::Return]);
     }

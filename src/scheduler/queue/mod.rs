@@ -256,10 +256,6 @@ impl Queues {
         self.gpus.remove(&id);
     }
 
-    pub fn disconnected(&mut self, client: ClientId) {
-        self.waiting.remove(&client);
-    }
-
     /// Records the first request of a GPU, if it also waits for other GPUs, and when this GPU is
     /// expected to admit that request. Returns the previous first request if the request or its expected
     /// time has changed.
