@@ -30,7 +30,7 @@
 //! - `timers`: wake-ups, one per reason.
 //! - [`view`]: types for status and metrics.
 //! - [`explain`]: why a client does not run, and when it is expected to.
-//! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
+//! - `encoding`: serde for maps whose keys are not strings.
 
 pub mod api;
 mod client;

@@ -68,7 +68,6 @@ pub(crate) struct Request {
     /// these requests is in the queue, and the others stand behind it.
     pub by_rank: bool,
     /// The reason for waiting that was last sent to the request's clients.
-    #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
 }
 
