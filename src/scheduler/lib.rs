@@ -28,9 +28,9 @@
 //! - `rules`: the limits that rules and environments set for each client.
 //! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
 //! - `timers`: wake-ups, one per reason.
-//! - [`view`]: a copy of the state for status and metrics.
+//! - [`view`]: types for status and metrics.
 //! - [`explain`]: why a client does not run, and when it is expected to.
-//! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
+//! - `encoding`: serde for maps whose keys are not strings.
 
 pub mod api;
 mod client;

@@ -6,7 +6,7 @@ use crate::{
     api::*,
     client::Clients,
     effects::Effects,
-    gpu::{Access, Gpu, Gpus},
+    gpu::{Access, Gpus},
     rules::Rules,
 };
 use std::collections::BTreeMap;
@@ -119,8 +119,7 @@ impl Placements {
         let Some(tenant) = cx.clients.get(&client).map(|state| state.tenant) else { return };
         self.end_expected(cx);
         self.places.remove(&client);
-        let Context { now, settings, rules, gpus, .. } = cx;
-        let needs = match (Sites { now, settings, rules, gpus, places: self }).place(client, request) {
+        let needs = match self.place(cx, client, request) {
             Err(why) => return fx.command(Command::Unplaced { client, why }),
             Ok(needs) => needs,
         };
@@ -129,7 +128,7 @@ impl Placements {
             gpus: needs.into_iter().collect(),
             is_declared: request.bytes.is_some(),
             ahead: request.ahead,
-            since: now,
+            since: cx.now,
             tenant,
             labels: self.labels(client),
         };
@@ -193,36 +192,32 @@ pub(crate) struct Context<'a> {
     pub clients: &'a Clients,
 }
 
-/// The inputs of a placement decision.
-#[derive(Debug, Clone, Copy)]
-struct Sites<'a> {
-    now: Time,
-    settings: &'a Settings,
-    rules: &'a Rules,
-    gpus: &'a Gpus,
-    places: &'a Placements,
-}
-
-impl Sites<'_> {
+/// The decision about a request.
+impl Placements {
     /// The GPUs for a request, and the bytes that the client is expected to need on each GPU.
     ///
     /// # Errors
     /// There are too few candidates, or labels exclude the client from them.
-    fn place(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<(GpuId, u64)>, PlacementError> {
-        let gpus = self.decide(client, request)?;
-        Ok(gpus.into_iter().map(|id| (id, self.expected_need(client, id, request.bytes).unwrap_or(0))).collect())
+    fn place(
+        &self,
+        cx: Context,
+        client: ClientId,
+        request: &PlacementRequest,
+    ) -> Result<Vec<(GpuId, u64)>, PlacementError> {
+        let gpus = self.decide(cx, client, request)?;
+        Ok(gpus.into_iter().map(|id| (id, self.expected_need(cx, client, id, request.bytes).unwrap_or(0))).collect())
     }
 
-    fn decide(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
+    fn decide(&self, cx: Context, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
         let count = request.count.max(1) as usize;
-        let is_there = |id: &&GpuId| self.gpus.get(**id).is_some_and(|gpu| gpu.access != Access::Gone);
+        let is_there = |id: &&GpuId| cx.gpus.get(**id).is_some_and(|gpu| gpu.access != Access::Gone);
         let known = request.candidates.iter().filter(is_there);
-        let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(*id))).collect();
+        let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(cx, *id))).collect();
         if left.len() < count {
             return Err(PlacementError::TooFew { wanted: request.count.max(1), there: left.len() as u32 });
         }
-        let Labels { affinity, anti_affinity, exclusion } = self.places.labels(client);
-        let peers = affinity.as_ref().map(|_| self.gpus_with(&affinity)).unwrap_or_default();
+        let Labels { affinity, anti_affinity, exclusion } = self.labels(client);
+        let peers = affinity.as_ref().map(|_| self.gpus_with(cx, &affinity)).unwrap_or_default();
         if let Some(label) = affinity.filter(|_| !peers.is_empty()) {
             left.retain(|(id, _)| peers.contains(id));
             if left.len() < count {
@@ -243,23 +238,31 @@ impl Sites<'_> {
             }
         }
         // The sort is stable, so the first of equally good GPUs is chosen.
-        left.sort_by_cached_key(|(id, there)| self.preference(client, *id, there, request.bytes));
+        left.sort_by_cached_key(|(id, there)| self.preference(cx, client, *id, there, request.bytes));
         Ok(left.into_iter().take(count).map(|(id, _)| id).collect())
     }
 
     /// How well a GPU suits a client. Lower values are better.
-    fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
-        let Some(gpu) = self.gpus.get(id) else { return (true, u64::MAX, u64::MAX) };
+    fn preference(
+        &self,
+        cx: Context,
+        client: ClientId,
+        id: GpuId,
+        there: &Neighbours,
+        bytes: Option<u64>,
+    ) -> (bool, u64, u64) {
+        let Some(gpu) = cx.gpus.get(id) else { return (true, u64::MAX, u64::MAX) };
         // Every other candidate is preferred to a drained GPU, where new contexts wait, and to a
         // failing GPU, which reports errors.
         let is_avoided = gpu.drained || gpu.failing;
-        if self.settings.placement != Placement::Pack {
+        if cx.settings.placement != Placement::Pack {
             return (is_avoided, there.labels.len() as u64, there.bytes);
         }
-        let capacity = gpu.capacity(self.settings);
+        let capacity = gpu.capacity(cx.settings);
         let (free, excess) = (capacity.saturating_sub(there.bytes), there.bytes.saturating_sub(capacity));
         // Any room suffices for a client whose need is unknown.
-        let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.context_bytes(gpu));
+        let need =
+            self.expected_need(cx, client, id, bytes).unwrap_or(1).saturating_add(gpu.context_bytes(cx.settings, 1));
         match need.checked_sub(free) {
             None | Some(0) => (is_avoided, 0, free),
             Some(lack) => (is_avoided, 1, lack.saturating_add(excess)),
@@ -267,43 +270,39 @@ impl Sites<'_> {
     }
 
     /// Bytes that a client is expected to need on a GPU, excluding its context. `None`: unknown.
-    fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
-        let gpu = self.gpus.get(id)?;
-        let of_rules = [self.rules.memory_max(client, gpu.total), self.rules.env_memory_max(client, gpu.total)];
+    fn expected_need(&self, cx: Context, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
+        let gpu = cx.gpus.get(id)?;
+        let of_rules = [cx.rules.memory_max(client, gpu.total), cx.rules.env_memory_max(client, gpu.total)];
         let max = || of_rules.into_iter().flatten().min();
-        let allowed = || Some(max()?.saturating_sub(self.context_bytes(gpu)));
+        let allowed = || Some(max()?.saturating_sub(gpu.context_bytes(cx.settings, 1)));
         Some(bytes.or_else(allowed)?.min(gpu.total))
     }
 
-    fn context_bytes(&self, gpu: &Gpu) -> u64 {
-        gpu.context_bytes(self.settings, 1)
-    }
-
     /// The programs that have attached a GPU or were placed on it.
-    fn neighbours(&self, id: GpuId) -> Neighbours {
+    fn neighbours(&self, cx: Context, id: GpuId) -> Neighbours {
         let mut all = Neighbours { labels: Vec::new(), bytes: 0 };
-        let Some(gpu) = self.gpus.get(id) else { return all };
+        let Some(gpu) = cx.gpus.get(id) else { return all };
         let expected = |client: &ClientId| {
-            let place = self.places.places.get(client).filter(|place| place.is_expected(self.now))?;
+            let place = self.places.get(client).filter(|place| place.is_expected(cx.now))?;
             place.gpus.get(&id).copied()
         };
         for client in gpu.attachments.keys() {
             let demand = gpu.account(*client).map_or(0, |account| account.report.demand);
             all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
-            all.labels.push(self.places.labels(*client));
+            all.labels.push(self.labels(*client));
         }
-        let to_come = self.places.places.iter().filter(|(_, place)| place.gpus.contains_key(&id));
+        let to_come = self.places.iter().filter(|(_, place)| place.gpus.contains_key(&id));
         for (client, _) in to_come.filter(|(client, _)| !gpu.attachments.contains_key(client)) {
-            let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(self.context_bytes(gpu)));
+            let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(gpu.context_bytes(cx.settings, 1)));
             all.bytes = all.bytes.saturating_add(bytes);
-            all.labels.push(self.places.labels(*client));
+            all.labels.push(self.labels(*client));
         }
         all
     }
 
     /// The GPUs of programs with this affinity.
-    fn gpus_with(&self, affinity: &Option<String>) -> GpuSet {
-        let has = |id: &GpuId| self.neighbours(*id).labels.iter().any(|labels| labels.affinity == *affinity);
-        self.gpus.ids().filter(has).collect()
+    fn gpus_with(&self, cx: Context, affinity: &Option<String>) -> GpuSet {
+        let has = |id: &GpuId| self.neighbours(cx, *id).labels.iter().any(|labels| labels.affinity == *affinity);
+        cx.gpus.ids().filter(has).collect()
     }
 }

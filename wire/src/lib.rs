@@ -13,8 +13,9 @@
 //! - [`codec`]: the encoding of fields.
 //! - [`error`]: malformed packets.
 //!
-//! The crate has no dependencies, and neither allocates nor panics, because the client's side runs
-//! inside unmodified programs.
+//! The crate neither allocates nor panics, because the client's side runs inside unmodified programs.
+//! For the same reason its only dependency, `serde`, is optional: the scheduler enables it to record
+//! enums of one byte.
 //!
 //! # A conversation
 //! ```text

@@ -71,6 +71,7 @@ macro_rules! byte_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $( $(#[$doc:meta])* $variant:ident = $value:literal ),* $(,)? }) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
         #[repr(u8)]
         pub enum $name { $( $(#[$doc])* $variant = $value ),* }
 

@@ -109,12 +109,7 @@ pub enum Command {
     Contended { client: ClientId, gpus: GpuSet, waiters: u32, grace: Duration },
     /// The reason why the client still waits for these GPUs, for the client's debug log. Sent when
     /// the reason changes.
-    Waiting {
-        client: ClientId,
-        gpus: GpuSet,
-        #[serde(with = "crate::encoding::WaitReason")]
-        why: WaitReason,
-    },
+    Waiting { client: ClientId, gpus: GpuSet, why: WaitReason },
     /// The client has not answered a revoke or an eviction in time. The daemon must determine
     /// whether the client's process is stopped, and answer with [`Event::Stopped`].
     Probe { client: ClientId },

@@ -125,12 +125,7 @@ pub enum Event {
     /// From the client: it is about to create its first context on a GPU that an earlier `GpuFound`
     /// announced, and waits for permission. Answered by `Command::Attached`, or by
     /// `Command::Denied` with 0 bytes. A repeated request is answered again.
-    Attached {
-        client: ClientId,
-        gpu: GpuId,
-        #[serde(with = "crate::encoding::Engine")]
-        engine: Engine,
-    },
+    Attached { client: ClientId, gpu: GpuId, engine: Engine },
     /// From the client: its last context on the GPU is gone. The client loses its memory, lock and
     /// requests on that GPU.
     Detached { client: ClientId, gpu: GpuId },
@@ -159,25 +154,14 @@ pub enum Event {
     /// `busy` is the time in which the GPUs had work of this client during the turn. Sent in answer
     /// to `Command::Revoke`, or because the client is idle or the driver had no room for
     /// the client's memory.
-    Released {
-        client: ClientId,
-        gpus: GpuSet,
-        #[serde(with = "crate::encoding::ReleaseReason")]
-        reason: ReleaseReason,
-        busy: Duration,
-    },
+    Released { client: ClientId, gpus: GpuSet, reason: ReleaseReason, busy: Duration },
     /// From the client, after the scheduler restarted: it holds the lock of these GPUs, which the
     /// previous scheduler granted. The client's turn starts anew.
     Held { client: ClientId, gpus: GpuSet },
     /// From a revoked holder that cannot drain yet. The holder keeps the lock and is asked again
     /// later. `HostFull`, `Broken` and `UnseenWork` mean that the holder cannot evict;
     /// `UntrackedWork` and `OtherDevice` only explain pinned memory.
-    Stuck {
-        client: ClientId,
-        gpus: GpuSet,
-        #[serde(with = "crate::encoding::StuckReason")]
-        reason: StuckReason,
-    },
+    Stuck { client: ClientId, gpus: GpuSet, reason: StuckReason },
     /// From the daemon: the kernel reports that the client's process is stopped (SIGSTOP, a
     /// debugger) or runs again. Answers `Command::Probe`.
     Stopped { client: ClientId, stopped: bool },

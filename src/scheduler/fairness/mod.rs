@@ -29,6 +29,7 @@ pub(crate) use crate::entity::ShareOwner;
 
 use crate::{
     api::*,
+    client::Clients,
     gpu::Gpus,
     policy,
     queue::{Queues, Tier},
@@ -43,7 +44,6 @@ use usage::Usage;
 /// The owners' usage of each GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Fairness {
-    tenants: BTreeMap<ClientId, TenantId>,
     gpus: BTreeMap<GpuId, GpuTime>,
 }
 
@@ -62,6 +62,7 @@ pub(crate) struct Shares<'a> {
     pub now: Time,
     pub settings: &'a Settings,
     pub rules: &'a Rules,
+    pub clients: &'a Clients,
     pub gpus: &'a Gpus,
     pub queues: &'a Queues,
     pub state: &'a Fairness,
@@ -76,12 +77,7 @@ impl Fairness {
         self.gpus.remove(&id);
     }
 
-    pub fn connected(&mut self, client: ClientId, tenant: TenantId) {
-        self.tenants.insert(client, tenant);
-    }
-
     pub fn disconnected(&mut self, client: ClientId) {
-        self.tenants.remove(&client);
         for gpu in self.gpus.values_mut() {
             gpu.finish_tags.remove(ShareOwner::Client(client));
         }
@@ -139,7 +135,7 @@ impl<'a> Shares<'a> {
     /// The owner of a client's turns: its group if the group has a share, otherwise its tenant or
     /// [`ShareOwner::Others`]. `None`: the client is unknown.
     pub fn owner(&self, client: ClientId) -> Option<ShareOwner> {
-        let tenant = *self.state.tenants.get(&client)?;
+        let tenant = self.clients.get(&client)?.tenant;
         let has_share = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.share.is_some());
         let group = self.rules.group(client).filter(has_share);
         let others = if self.tenants_take_turns() { ShareOwner::Tenant(tenant) } else { ShareOwner::Others };
@@ -199,7 +195,7 @@ impl<'a> Shares<'a> {
             let clients = waiting.chain(self.gpus.holders(id));
             let others = clients.filter(|client| self.owner(*client) == Some(ShareOwner::Others));
             let tenants: BTreeSet<TenantId> =
-                others.filter_map(|client| self.state.tenants.get(&client).copied()).collect();
+                others.filter_map(|client| Some(self.clients.get(&client)?.tenant)).collect();
             u32::try_from(tenants.len()).unwrap_or(u32::MAX).max(1)
         };
         self.weight(owner).saturating_mul(if owner == ShareOwner::Others { tenants() } else { 1 })

@@ -186,7 +186,6 @@ pub(crate) struct Gpu {
 /// A client on one GPU.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Attachment {
-    #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
     /// The client's account. Only the ledger changes it, so that the ledger's sums stay up to date.
     entry: ledger::Entry,

@@ -4,14 +4,15 @@
 //! about several components only read: they are in `model`.
 //!
 //! - `dispatch`: which method handles each event.
+//! - `view`: copies of the state, for readers.
 
 mod dispatch;
+mod view;
 
 use crate::{
     api::*,
     client::{Client, Clients},
     effects::Effects,
-    explain::Explanation,
     fairness::Fairness,
     gpu::{self, Access, Admission, Gpu, Gpus, Return},
     model::{Model, Pressure},
@@ -24,7 +25,6 @@ use crate::{
     sharing::Sharing,
     sleep::{Sleep, Step},
     timers::Wake,
-    view::{Activity, ClientView, GpuView, Turns},
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -451,7 +451,6 @@ impl Machine {
         }
         let client = Client { named: gang, tenant, signalled: false, stopped: false, heard: self.now };
         self.clients.insert(id, client);
-        self.fairness.connected(id, tenant);
         self.sharing().enter_gang(id, Gang::named(gang));
     }
 
@@ -476,13 +475,11 @@ impl Machine {
         self.leave_group(id);
         self.quota.disconnected(id);
         self.sharing().leave_gang(id);
-        self.queues.disconnected(id);
         self.fairness.disconnected(id);
         self.with_places(|places, cx, _| places.leave(cx, id));
         self.clients.remove(&id);
         self.gpus.set_probed(id, None);
         self.effects.wake(Wake::Client(id), None);
-        self.sleep.forget(id);
         self.effects.wake(Wake::Sleep(id), None);
         self.follow(id, vec![Task::Return]);
     }
@@ -575,72 +572,4 @@ impl Machine {
         self.effects.touch_all(self.gpus.ids());
         self.with_requests(|requests| requests.all_may_need_no_turn());
     }
-
-    /// The view of one GPU. `None`: the GPU is unknown.
-    pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
-        self.model().gpu(id, self.effects.wakes_at(Wake::Gpu(id)))
-    }
-
-    /// Views of all known GPUs.
-    pub fn gpus(&self) -> Vec<GpuView> {
-        self.gpus.ids().filter_map(|id| self.gpu(id)).collect()
-    }
-}
-
-/// Methods of [`Machine`] that return what the method of [`Model`] with the same name returns.
-macro_rules! reads {
-    ($($name:ident($($argument:ident: $kind:ty),*) -> $result:ty;)*) => {
-        impl Machine {
-            $(
-                #[doc = concat!("See `Model::", stringify!($name), "`.")]
-                pub fn $name(&self, $($argument: $kind),*) -> $result {
-                    self.model().$name($($argument),*)
-                }
-            )*
-        }
-    };
-}
-
-reads! {
-    // Clients.
-    clients() -> Vec<ClientView>;
-    client(id: ClientId) -> Option<ClientView>;
-    is_stopped(id: ClientId) -> bool;
-    is_foreign(id: ClientId) -> bool;
-    tenants() -> BTreeMap<ClientId, TenantId>;
-    allowed(client: ClientId) -> Option<&GpuSet>;
-    sleep_of(client: ClientId) -> SleepView;
-    activities(id: ClientId) -> impl Iterator<Item = (GpuId, Activity)>;
-    explain(client: ClientId, now: Time) -> impl Iterator<Item = Explanation>;
-
-    // GPUs.
-    is_known(id: GpuId) -> bool;
-    is_held(gpu: GpuId) -> bool;
-    is_failing(gpu: GpuId) -> bool;
-    offer(gpu: GpuId) -> u64;
-    charged(gpu: GpuId) -> u64;
-    kinds() -> &[GpuSet];
-    shares_due(id: GpuId) -> BTreeMap<ClientId, u32>;
-    expected_starts(id: GpuId, most: usize, now: Time) -> Vec<(ClientId, Duration)>;
-    is_evacuated() -> bool;
-
-    // A client on one GPU.
-    engine(id: ClientId, gpu: GpuId) -> Option<Engine>;
-    extent(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
-    charge(id: ClientId, gpu: GpuId) -> u64;
-    resident_and_swapped(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
-    committed_or_requested(id: ClientId, gpu: GpuId) -> u64;
-    turns(id: ClientId, gpu: GpuId, now: Time) -> Option<Turns>;
-    has_context(client: ClientId, id: GpuId, begun: Time) -> bool;
-    counted_context(client: ClientId, id: GpuId) -> u64;
-    contexts_of_group(client: ClientId, id: GpuId) -> u64;
-    memory_max(client: ClientId, id: GpuId) -> Option<u64>;
-    env_memory_max(client: ClientId, id: GpuId) -> Option<u64>;
-    lowest_max(client: ClientId, id: GpuId) -> Option<u64>;
-
-    // Host memory.
-    host() -> (Option<u64>, u64);
-    is_host_scarce() -> bool;
-    swapped() -> u64;
-    is_ahead() -> bool;
 }

@@ -16,8 +16,8 @@ use std::time::Duration;
 impl<'a> Model<'a> {
     /// The fairness state now.
     pub fn shares(&self) -> Shares<'a> {
-        let Self { now, settings, rules, gpus, queues, fairness, .. } = *self;
-        Shares { now, settings, rules, gpus, queues, state: fairness }
+        let Self { now, settings, rules, clients, gpus, queues, fairness, .. } = *self;
+        Shares { now, settings, rules, clients, gpus, queues, state: fairness }
     }
 
     /// The rank, among its owner's requests, of a request that arrives at `arrival`, and the time

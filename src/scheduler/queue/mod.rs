@@ -68,7 +68,6 @@ pub(crate) struct Request {
     /// these requests is in the queue, and the others stand behind it.
     pub by_rank: bool,
     /// The reason for waiting that was last sent to the request's clients.
-    #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
 }
 
@@ -254,10 +253,6 @@ impl Queues {
     /// Forgets a GPU that no client has attached.
     pub fn gpu_forgotten(&mut self, id: GpuId) {
         self.gpus.remove(&id);
-    }
-
-    pub fn disconnected(&mut self, client: ClientId) {
-        self.waiting.remove(&client);
     }
 
     /// Records the first request of a GPU, if it also waits for other GPUs, and when this GPU is

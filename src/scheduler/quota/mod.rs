@@ -320,9 +320,4 @@ impl Quota {
     pub fn host(&self) -> (Option<u64>, u64) {
         (self.host.bytes(), self.host.committed)
     }
-
-    /// Whether host memory is too small for every client to have a whole GPU.
-    pub fn is_host_scarce(&self) -> bool {
-        self.host.is_scarce()
-    }
 }
