@@ -354,11 +354,14 @@ fn no_programs(root: u32) -> fdo::Error {
     fdo::Error::InvalidArgs(format!("neither process {root} nor its descendants are programs under nvshare"))
 }
 
-/// The users of the programs of a process and its descendants.
-///
-/// # Errors
-/// `InvalidArgs` if there are no such programs.
-pub async fn users_of_tree(core: &Rc<RefCell<Core>>, root: u32) -> fdo::Result<BTreeSet<u32>> {
+/// Replies with the users of the programs of a process and its descendants, or `InvalidArgs` if there are no such
+/// programs.
+pub fn answer_users_of_tree(core: &Rc<RefCell<Core>>, root: u32, reply: oneshot::Sender<fdo::Result<BTreeSet<u32>>>) {
+    let core = core.clone();
+    spawn_local(async move { reply.send(users_of_tree(&core, root).await) });
+}
+
+async fn users_of_tree(core: &Rc<RefCell<Core>>, root: u32) -> fdo::Result<BTreeSet<u32>> {
     let mut users = BTreeSet::new();
     for pid in programs(core, root).await {
         users.extend(core.borrow().model.users_of(pid)?);

@@ -98,6 +98,7 @@ impl Control {
                 });
                 answer_when_saved(pause, reply);
             }
+            Request::UsersOfTree(pid, reply) => hibernate::answer_users_of_tree(core, pid, reply),
             Request::Hibernation(request, budget, reply) => hibernate::answer(core, request, budget, reply),
             Request::Migrate { pid, gpu, users, reply } => core
                 .borrow_mut()
@@ -123,10 +124,6 @@ impl Control {
             }
             // The following requests read or write files, so they run in tasks that do not block
             // the scheduling loop.
-            Request::UsersOfTree(pid, reply) => {
-                let core = core.clone();
-                spawn_local(async move { reply.send(hibernate::users_of_tree(&core, pid).await) });
-            }
             Request::Reload(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
                 spawn_local(async move { reply.send(control.reload(&core, &by).await) });
