@@ -101,9 +101,8 @@ pub(crate) struct Quota {
     asleep: BTreeSet<ClientId>,
     /// Limit requests that are neither granted nor denied. Only `set_wanted` changes them.
     requests: BTreeSet<(GpuId, ClientId)>,
-    /// Σ `Wanted::beyond` of `requests`. A client may request any number of bytes, so the sum of a few
-    /// requests may exceed 64 bits.
-    #[serde(default)]
+    /// The sum of `Wanted::beyond` over `requests`. A client may request any number of bytes, so the sum
+    /// may exceed 64 bits.
     requested_beyond: u128,
     /// Clients for which room was set aside since the last call of `take_expected`.
     #[serde(default)]
