@@ -54,8 +54,8 @@ impl Model<'_> {
         })
     }
 
-    /// The client on `to` with the most memory that cannot be evicted although it is not pinned. `None`: without
-    /// the memory of such clients there would be too little room too.
+    /// The client on `to` with the most memory that cannot be evicted although it is not pinned. `None`: there
+    /// would be too little room even without such memory.
     fn unevictable_neighbour(&self, client: ClientId, both @ Move { to, .. }: Move) -> Option<MoveObstacle> {
         let gpu = self.gpus.get(to)?;
         let blocked = gpu.attachments.iter().filter_map(|(id, attachment)| {
