@@ -19,6 +19,9 @@ use crate::bus;
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Event, GpuSet, SleepPhase};
 
+/// Why a program that could not be saved, and has not connected again, can neither be hibernated nor resumed.
+const RETURNING: &str = "it was not saved, and is about to continue. Try again in a second";
+
 /// Maximum time for which a client that has left keeps its bytes.
 pub const ABSENCE: Duration = Duration::from_secs(600);
 
@@ -103,7 +106,7 @@ impl Departures {
     /// Why a client cannot be hibernated now.
     fn obstacle(&self, client: ClientId) -> Option<&'static str> {
         Some(match self.0.get(&client)? {
-            Departure::Returning(_) => "it is coming back from the attempt before. Try again",
+            Departure::Returning(_) => RETURNING,
             _ => "it is being hibernated already",
         })
     }
@@ -184,7 +187,7 @@ impl Departures {
 
     fn obstacle_to_resume(&self, client: ClientId) -> Option<&'static str> {
         Some(match self.0.get(&client).filter(|_| self.is_departing(client))? {
-            Departure::Returning(_) => "it is being restored after an attempt to save it. Try again in a second",
+            Departure::Returning(_) => RETURNING,
             _ => "it is being saved to disk",
         })
     }
@@ -244,8 +247,8 @@ mod tests {
         assert_eq!(departures.obstacle_to_resume(CLIENT), Some("it is being saved to disk"));
         departures.give_up(&model, &mut Vec::new(), &candidate());
         assert!(departures.is_returning(CLIENT) && departures.is_departing(CLIENT));
-        assert!(departures.obstacle(CLIENT).is_some_and(|why| why.starts_with("it is coming back")));
-        assert!(departures.obstacle_to_resume(CLIENT).is_some_and(|why| why.starts_with("it is being restored")));
+        assert_eq!(departures.obstacle(CLIENT), Some(RETURNING));
+        assert_eq!(departures.obstacle_to_resume(CLIENT), Some(RETURNING));
         departures.forget(CLIENT);
         assert_eq!((departures.obstacle(CLIENT), departures.obstacle_to_resume(CLIENT)), (None, None));
     }
