@@ -38,11 +38,16 @@ class Part:
     words: list  # the script and its arguments; a name without a suffix is a program of --programs
     gpus: int = 1
     modules: tuple = ("torch",)
+    environment: dict = dataclasses.field(default_factory=dict)
 
 
 def peers(case, seconds, *modules):
     return Part(f"peers-{case}", seconds, [f"peers-{case}"], ["peers.py", "--cases", case], modules=("torch", *modules))
 
+
+# See README.md about vLLM with kvcached.
+KVCACHED = {"VLLM_USE_V2_MODEL_RUNNER": "0", "ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}
+KVCACHED |= {"KVCACHED_GPU_UTILIZATION": "0.98"}
 
 PARTS = [
     Part("pairs", 540, ["auto-against-best-of-native-and-turns"], ["pairs.py"]),
@@ -148,6 +153,14 @@ PARTS = [
         modules=("torch", "vllm"),
     ),
     Part(
+        "kvcached",
+        270,
+        ["kvcached-pair-over-alone"],
+        ["vllm_servers.py", "--steps", "graph,pair"],
+        modules=("torch", "vllm", "kvcached"),
+        environment=KVCACHED,
+    ),
+    Part(
         "hibernate",
         480,
         ["hibernate-16GiB", "restore-16GiB", "hibernate-16GiB-over-disk", "restore-16GiB-over-disk"],
@@ -200,7 +213,8 @@ def measure(part, arguments):
     """Runs a part, and ends it with all its processes if it takes too long. Returns why it failed."""
     rows_of(part, arguments).unlink(missing_ok=True)
     with open(arguments.out / f"{part.name}.log", "w") as log:
-        child = subprocess.Popen(command(part, arguments), stdout=log, stderr=log, start_new_session=True)
+        environment = os.environ | part.environment
+        child = subprocess.Popen(command(part, arguments), env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             status = child.wait(part.seconds)
         except subprocess.TimeoutExpired:
