@@ -5,8 +5,10 @@ use std::sync::Arc;
 
 use super::pressure;
 use super::view::View;
-use crate::daemon::metrics::snapshot::{Attachment, Figures, Memory, OfClient, OfGpu, OfWorkload, Snapshot, Workload};
-use crate::scheduler::{AttachmentView, GpuId};
+use crate::daemon::metrics::snapshot::{
+    Attachment, Counted, Figures, OfClient, OfGpu, OfWorkload, Snapshot, Used, Workload,
+};
+use crate::scheduler::GpuId;
 
 impl Figures for View {
     fn figures(&self) -> Snapshot {
@@ -31,13 +33,12 @@ impl Figures for View {
                 kept: view.kept,
                 shortfall: view.shortfall,
                 committed: view.committed,
-                memory: Memory::default(),
                 clients: 0,
                 holders: view.holders.len() as u64,
                 waiters: view.waiters.len() as u64,
                 held: count.held(now),
                 waits: count.waits,
-                counted: count.counted,
+                used: Used { counted: count.counted, ..Used::sum() },
             };
             gpus.insert(view.gpu, figures);
         }
@@ -45,30 +46,29 @@ impl Figures for View {
         for (id, workload, counted) in self.counts.ended() {
             let Some(gpu) = gpus.get(&id) else { continue };
             let mut of = OfWorkload::new(Arc::clone(&gpu.uuid), workload.clone());
-            of.counted = counted.clone();
+            of.used.counted = counted.clone();
             workloads.insert((id, workload.clone()), of);
         }
         let mut clients = Vec::with_capacity(attachments.len());
         for (client, id, count) in self.counts.clients() {
             let (Some(entry), Some(gpu)) = (self.clients.get(&client), gpus.get_mut(&id)) else { continue };
-            let mut counted = count.counted.clone();
             let turns = self.machine.turns(client, id, now).unwrap_or_default();
-            let lock_time = count.lock_time(&turns);
-            counted.lock_time += lock_time;
-            gpu.counted.lock_time += lock_time;
-            let attachment = attachments.get(&(client, id)).map(|attachment| {
-                let memory = memory(attachment);
-                gpu.memory.add(memory);
-                gpu.clients += 1;
-                Attachment {
-                    memory,
-                    limit: attachment.limit,
-                    memory_max: self.machine.memory_max(client, id),
-                    waits: turns.waits,
-                }
+            let present = Counted { lock_time: count.lock_time(&turns), ..Counted::default() };
+            let attached = attachments.get(&(client, id)).map(|attachment| Attachment {
+                demand: attachment.demand,
+                resident: attachment.mapped,
+                swapped: attachment.swapped,
+                pinned: attachment.pinned,
+                limit: attachment.limit,
+                memory_max: self.machine.memory_max(client, id),
+                waits: turns.waits,
             });
+            let mut used = Used { counted: present, attached };
+            gpu.clients += u64::from(attached.is_some());
+            gpu.used.add(&used);
+            used.counted.add(&count.counted);
             let (gpu, identity) = (Arc::clone(&gpu.uuid), entry.identity.clone());
-            let client = OfClient { gpu, client: client.0, identity, counted, attachment };
+            let client = OfClient { gpu, client: client.0, identity, used };
             let key = (id, Workload::of(&client.identity));
             match workloads.get_mut(&key) {
                 Some(workload) => workload.add(&client),
@@ -86,14 +86,5 @@ impl Figures for View {
         let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
         gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
         Snapshot { gpus, workloads, clients, groups: pressure::totals(&self.stalls) }
-    }
-}
-
-fn memory(attachment: &AttachmentView) -> Memory {
-    Memory {
-        demand: attachment.demand,
-        resident: attachment.mapped,
-        swapped: attachment.swapped,
-        pinned: attachment.pinned,
     }
 }

@@ -65,46 +65,24 @@ pub fn container_name(identity: &Identity) -> &str {
     if identity.pod.container.is_empty() { identity.counted_container() } else { &identity.pod.container }
 }
 
-/// A workload on a GPU.
+/// A workload on a GPU. The counters include those of programs that have ended.
 #[derive(Debug, Clone)]
 pub struct OfWorkload {
     pub gpu: Arc<str>,
     pub workload: Workload,
-    /// Includes counters of programs that have ended.
-    pub counted: Counted,
     pub programs: u64,
-    pub memory: Memory,
-    /// The sum of the programs' limits.
-    pub limit: u64,
-    /// The highest limit that a rule sets for the programs' groups.
-    pub memory_max: Option<u64>,
-    /// The longest wait in progress.
-    pub waits: Duration,
+    pub used: Used,
 }
 
 impl OfWorkload {
     pub fn new(gpu: Arc<str>, workload: Workload) -> Self {
-        Self {
-            gpu,
-            workload,
-            counted: Counted::default(),
-            programs: 0,
-            memory: Memory::default(),
-            limit: 0,
-            memory_max: None,
-            waits: Duration::ZERO,
-        }
+        Self { gpu, workload, programs: 0, used: Used::sum() }
     }
 
     /// Adds a program of the workload.
     pub fn add(&mut self, client: &OfClient) {
-        self.counted.add(&client.counted);
-        let Some(attachment) = client.attachment else { return };
-        self.programs += 1;
-        self.memory.add(attachment.memory);
-        self.limit = self.limit.saturating_add(attachment.limit);
-        self.memory_max = self.memory_max.max(attachment.memory_max);
-        self.waits = self.waits.max(attachment.waits);
+        self.programs += u64::from(client.used.attached.is_some());
+        self.used.add(&client.used);
     }
 }
 
@@ -188,31 +166,12 @@ pub struct OfGpu {
     pub kept: u64,
     pub shortfall: u64,
     pub committed: u64,
-    pub memory: Memory,
     pub clients: u64,
     pub holders: u64,
     pub waiters: u64,
     pub held: Duration,
     pub waits: Waits,
-    pub counted: Counted,
-}
-
-/// Bytes of clients, by location.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Memory {
-    pub demand: u64,
-    pub resident: u64,
-    pub swapped: u64,
-    pub pinned: u64,
-}
-
-impl Memory {
-    pub fn add(&mut self, more: Self) {
-        self.demand = self.demand.saturating_add(more.demand);
-        self.resident = self.resident.saturating_add(more.resident);
-        self.swapped = self.swapped.saturating_add(more.swapped);
-        self.pinned = self.pinned.saturating_add(more.pinned);
-    }
+    pub used: Used,
 }
 
 #[derive(Debug, Clone)]
@@ -220,18 +179,52 @@ pub struct OfClient {
     pub gpu: Arc<str>,
     pub client: u64,
     pub identity: Arc<Identity>,
-    pub counted: Counted,
-    /// `None` if the client no longer uses the GPU.
-    pub attachment: Option<Attachment>,
+    pub used: Used,
 }
 
-/// The state of a client on a GPU that it uses.
-#[derive(Debug, Clone, Copy)]
+/// The use of a GPU by one client or several.
+#[derive(Debug, Clone, Default)]
+pub struct Used {
+    pub counted: Counted,
+    /// `None` if the client no longer uses the GPU.
+    pub attached: Option<Attachment>,
+}
+
+impl Used {
+    /// The sum of no clients.
+    pub fn sum() -> Self {
+        Self { counted: Counted::default(), attached: Some(Attachment::default()) }
+    }
+
+    pub fn add(&mut self, more: &Self) {
+        self.counted.add(&more.counted);
+        if let (Some(sum), Some(more)) = (&mut self.attached, &more.attached) {
+            for (sum, more) in [
+                (&mut sum.demand, more.demand),
+                (&mut sum.resident, more.resident),
+                (&mut sum.swapped, more.swapped),
+                (&mut sum.pinned, more.pinned),
+                (&mut sum.limit, more.limit),
+            ] {
+                *sum = sum.saturating_add(more);
+            }
+            sum.memory_max = sum.memory_max.max(more.memory_max);
+            sum.waits = sum.waits.max(more.waits);
+        }
+    }
+}
+
+/// The clients that use the GPU: sums of their bytes.
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Attachment {
-    pub memory: Memory,
+    pub demand: u64,
+    pub resident: u64,
+    pub swapped: u64,
+    pub pinned: u64,
     pub limit: u64,
-    /// Bytes that a rule allows the client's group. `None` without such a rule.
+    /// The highest number of bytes that a rule allows the clients' groups. `None` without such a rule.
     pub memory_max: Option<u64>,
+    /// The longest wait in progress.
     pub waits: Duration,
 }
 

@@ -13,7 +13,7 @@ use prometheus_client::encoding::{
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use super::families::{Family, OF_CLIENTS, OF_GPUS, OF_GROUPS, OF_WORKLOADS, Value};
+use super::families::{COMMON, Family, OF_GPUS, OF_GROUPS, OF_PROGRAMS, OF_WORKLOADS, Value};
 use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Snapshot, Workload, container_name};
 use crate::identity::Identity;
 
@@ -39,21 +39,34 @@ struct Exposition(Snapshot);
 
 impl Collector for Exposition {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), Error> {
-        OF_GPUS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.gpus))?;
-        OF_GROUPS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.groups))?;
-        OF_WORKLOADS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.workloads))?;
-        OF_CLIENTS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.clients))
+        let Snapshot { gpus, workloads, clients, groups } = &self.0;
+        let out = &mut encoder;
+        OF_GPUS.iter().try_for_each(|family| write(out, "nvshare_gpu", family, gpus, |gpu| gpu))?;
+        OF_GROUPS.iter().try_for_each(|family| write(out, "nvshare_pressure", family, groups, |group| group))?;
+        OF_WORKLOADS.iter().try_for_each(|family| write(out, "nvshare_workload", family, workloads, |it| it))?;
+        COMMON.iter().try_for_each(|family| write(out, "nvshare_gpu", family, gpus, |gpu| &gpu.used))?;
+        COMMON.iter().chain(&OF_PROGRAMS).try_for_each(|family| {
+            write(out, "nvshare_workload", family, workloads, |workload| &workload.used)?;
+            write(out, "nvshare_client", family, clients, |client| &client.used)
+        })
     }
 }
 
-/// Writes a family if it has any values.
-fn write<T: EncodeLabelSet>(encoder: &mut DescriptorEncoder, family: &Family<T>, all: &[T]) -> Result<(), Error> {
-    let mut some = all.iter().filter(|one| family.value.is_there(one)).peekable();
+/// Writes a family if it has any values. `of`: the part of a thing that has the family's value.
+fn write<T: EncodeLabelSet, P>(
+    encoder: &mut DescriptorEncoder,
+    prefix: &str,
+    family: &Family<P>,
+    all: &[T],
+    of: fn(&T) -> &P,
+) -> Result<(), Error> {
+    let mut some = all.iter().filter(|one| family.value.is_there(of(one))).peekable();
     if some.peek().is_none() {
         return Ok(());
     }
-    let mut metrics = encoder.encode_descriptor(family.name, family.help, family.unit.as_ref(), family.value.kind())?;
-    some.try_for_each(|one| value(metrics.encode_family(one)?, &family.value, one))
+    let name = format!("{prefix}_{}", family.name);
+    let mut metrics = encoder.encode_descriptor(&name, family.help, family.unit.as_ref(), family.value.kind())?;
+    some.try_for_each(|one| value(metrics.encode_family(one)?, &family.value, of(one)))
 }
 
 fn value<T>(mut metric: MetricEncoder, value: &Value<T>, one: &T) -> Result<(), Error> {
