@@ -67,86 +67,49 @@ pub enum HibernationRequest {
         users: BTreeSet<u32>,
         /// The restore closes the program's network connections. Otherwise, none may exist.
         closes_connections: bool,
+        reply: Answer<Image>,
     },
     /// Restores the program of an image of this user.
-    Restore {
-        uid: u32,
-        image: String,
-    },
+    Restore { uid: u32, image: String, reply: Answer<u32> },
     /// Lists everything that this host lacks for a restore of an image of this user.
-    Compare {
-        uid: u32,
-        image: String,
-    },
-    /// Records that the program of an image of this user may run on this other host from now on.
-    Send {
-        uid: u32,
-        image: String,
-        host: String,
-    },
-    /// Records that the program of an image that was sent does not run on the other host.
-    Claim {
-        uid: u32,
-        image: String,
-    },
+    Compare { uid: u32, image: String, reply: Answer<Vec<String>> },
     /// Lists the images of this user, or of all users.
-    List {
-        uid: Option<u32>,
-    },
+    List { uid: Option<u32>, reply: Answer<Vec<Image>> },
     /// Finds the image with this name.
-    Find {
-        image: String,
-    },
-    Delete {
-        uid: u32,
-        image: String,
-    },
+    Find { image: String, reply: Answer<Vec<Image>> },
+    /// Changes an image or its record. `what`: completes the message "cannot ...".
+    Change { what: String, change: Request, reply: Answer<()> },
 }
 
-/// The answer to a [`HibernationRequest`].
-#[derive(Debug)]
-pub enum Done {
-    Saved(Image),
-    Restored(u32),
-    Listed(Vec<Image>),
-    /// What this host lacks for a restore.
-    Lacks(Vec<String>),
-    Changed,
-}
+/// Receives the result of a request.
+pub type Answer<T> = oneshot::Sender<fdo::Result<T>>;
 
 /// Carries out a request, and sends the answer. If the caller leaves, a program that is being saved continues.
 /// `budget`: the caller's, which limits its helpers.
-pub fn answer(
-    core: &Rc<RefCell<Core>>,
-    request: HibernationRequest,
-    budget: Arc<Budget>,
-    mut reply: oneshot::Sender<fdo::Result<Done>>,
-) {
+pub fn answer(core: &Rc<RefCell<Core>>, request: HibernationRequest, budget: Arc<Budget>) {
     let core = core.clone();
     spawn_local(async move {
-        let done = match request {
-            HibernationRequest::Save { pid, users, closes_connections } => {
-                let cancelled = pin!(reply.closed());
-                save(&core, &budget, pid, &users, closes_connections, cancelled).await.map(Done::Saved)
+        // Sending an answer fails if the caller has left.
+        match request {
+            HibernationRequest::Save { pid, users, closes_connections, mut reply } => {
+                let saved = {
+                    let cancelled = pin!(reply.closed());
+                    save(&core, &budget, pid, &users, closes_connections, cancelled).await
+                };
+                drop(reply.send(saved));
             }
-            HibernationRequest::Restore { uid, image } => restore(&core, &budget, uid, image).await.map(Done::Restored),
-            HibernationRequest::Compare { uid, image } => compare(&core, &budget, uid, image).await.map(Done::Lacks),
-            HibernationRequest::Send { uid, image, host } => {
-                let what = format!("send image {image:?}");
-                change(&budget, &what, Request::Send { uid, image, host }).await
+            HibernationRequest::Restore { uid, image, reply } => {
+                drop(reply.send(restore(&core, &budget, uid, image).await));
             }
-            HibernationRequest::Claim { uid, image } => {
-                let what = format!("claim image {image:?}");
-                change(&budget, &what, Request::Claim { uid, image }).await
+            HibernationRequest::Compare { uid, image, reply } => {
+                drop(reply.send(compare(&core, &budget, uid, image).await));
             }
-            HibernationRequest::List { uid } => list(&budget, uid).await.map(Done::Listed),
-            HibernationRequest::Find { image } => find(&budget, image).await.map(Done::Listed),
-            HibernationRequest::Delete { uid, image } => {
-                let what = format!("delete image {image:?}");
-                change(&budget, &what, Request::Delete { uid, image }).await
+            HibernationRequest::List { uid, reply } => drop(reply.send(list(&budget, uid).await)),
+            HibernationRequest::Find { image, reply } => drop(reply.send(find(&budget, image).await)),
+            HibernationRequest::Change { what, change, reply } => {
+                drop(reply.send(ask(&budget, &what, change).await.map(drop)));
             }
-        };
-        let _ = reply.send(done); // the caller may have left
+        }
     });
 }
 
@@ -258,11 +221,6 @@ async fn find(budget: &Arc<Budget>, image: String) -> fdo::Result<Vec<Image>> {
         Reply::Images(images) => Ok(images),
         _ => Err(unexpected(&what)),
     }
-}
-
-/// Changes an image or its record.
-async fn change(budget: &Arc<Budget>, what: &str, request: Request) -> fdo::Result<Done> {
-    ask(budget, what, request).await.map(|_| Done::Changed)
 }
 
 async fn compare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<Vec<String>> {

@@ -38,7 +38,7 @@ use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{ClientPids, GpuStates, Holders, NamedGpu, Present, RoomRequest, View};
-use crate::daemon::hibernate::{Done, HibernationRequest};
+use crate::daemon::hibernate::HibernationRequest;
 use crate::daemon::tenants::{Budget, Budgets};
 use crate::daemon::usage::{Query, UsageAnswer};
 use crate::recorder::follow::Follower;
@@ -86,7 +86,7 @@ pub enum Request {
         reply: oneshot::Sender<fdo::Result<()>>,
     },
     /// Saves a program to disk, restores it, or changes the images. With the caller's budget.
-    Hibernation(HibernationRequest, Arc<Budget>, oneshot::Sender<fdo::Result<Done>>),
+    Hibernation(HibernationRequest, Arc<Budget>),
     /// Moves the program with this process ID to this GPU. The program must belong to one of these users.
     /// The answer is sent once the move has succeeded or failed.
     Migrate {

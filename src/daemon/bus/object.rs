@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvshare_hibernate::{Image, Place};
+use nvshare_hibernate::{Image, Place, Request as ImageRequest};
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
@@ -25,7 +25,7 @@ use crate::daemon::core::describe::Reader;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::{RoomRequest, View};
-use crate::daemon::hibernate::{Done, HibernationRequest};
+use crate::daemon::hibernate::{Answer, HibernationRequest};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
 /// Minimum pause between two answers to queries for usage.
@@ -237,26 +237,20 @@ impl Object {
         let what = format!("hibernate process {pid}");
         let users = self.authorize(|reply| Request::UsersOfTree(pid, reply), &what, &header).await?;
         let caller = self.callers.identify(Some(&header)).await?;
+        let save = |reply| HibernationRequest::Save { pid, users, closes_connections, reply };
         // If the caller leaves, the dropped request cancels the hibernation.
-        let done = tokio::select! {
-            done = self.hibernation(&caller, HibernationRequest::Save { pid, users, closes_connections }) => done?,
+        tokio::select! {
+            image = self.hibernation(&caller, save) => Ok(image?.name),
             () = caller.leaves(connection) => {
-                return Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: the caller has left")).into());
+                Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: the caller has left")).into())
             }
-        };
-        match done {
-            Done::Saved(image) => Ok(image.name),
-            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
         }
     }
 
     #[zbus(out_args("pid"))]
     async fn restore(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<u32, Failure> {
         let (uid, caller) = self.authorize_for_image(&image, "restore", &header).await?;
-        match self.hibernation(&caller, HibernationRequest::Restore { uid, image }).await? {
-            Done::Restored(pid) => Ok(pid),
-            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
-        }
+        self.hibernation(&caller, |reply| HibernationRequest::Restore { uid, image, reply }).await
     }
 
     #[zbus(out_args("images"))]
@@ -264,7 +258,7 @@ impl Object {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_see_others()?;
         let uid = if caller.sees_all().await { None } else { Some(caller.own_user()) };
-        let images = self.images(&caller, HibernationRequest::List { uid }).await?;
+        let images = self.hibernation(&caller, |reply| HibernationRequest::List { uid, reply }).await?;
         Ok(images.iter().map(present_image).collect())
     }
 
@@ -275,10 +269,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<Vec<String>, Failure> {
         let (uid, caller) = self.authorize_for_image(&image, "check", &header).await?;
-        match self.hibernation(&caller, HibernationRequest::Compare { uid, image }).await? {
-            Done::Lacks(lacks) => Ok(lacks),
-            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
-        }
+        self.hibernation(&caller, |reply| HibernationRequest::Compare { uid, image, reply }).await
     }
 
     async fn send_hibernated(
@@ -287,18 +278,15 @@ impl Object {
         host: String,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<(), Failure> {
-        let (uid, caller) = self.authorize_for_image(&image, "send", &header).await?;
-        self.hibernation(&caller, HibernationRequest::Send { uid, image, host }).await.map(drop)
+        self.change_image(image, "send", &header, |uid, image| ImageRequest::Send { uid, image, host }).await
     }
 
     async fn claim_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
-        let (uid, caller) = self.authorize_for_image(&image, "claim", &header).await?;
-        self.hibernation(&caller, HibernationRequest::Claim { uid, image }).await.map(drop)
+        self.change_image(image, "claim", &header, |uid, image| ImageRequest::Claim { uid, image }).await
     }
 
     async fn delete_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
-        let (uid, caller) = self.authorize_for_image(&image, "delete", &header).await?;
-        self.hibernation(&caller, HibernationRequest::Delete { uid, image }).await.map(drop)
+        self.change_image(image, "delete", &header, |uid, image| ImageRequest::Delete { uid, image }).await
     }
 
     async fn drain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
@@ -539,16 +527,27 @@ impl Object {
         Ok(users)
     }
 
-    async fn hibernation(&self, caller: &Caller<'_>, request: HibernationRequest) -> Result<Done, Failure> {
+    async fn hibernation<T>(
+        &self,
+        caller: &Caller<'_>,
+        request: impl FnOnce(Answer<T>) -> HibernationRequest,
+    ) -> Result<T, Failure> {
         let budget = caller.budget().clone();
-        Ok(self.ask(|reply| Request::Hibernation(request, budget, reply)).await??)
+        Ok(self.ask(|reply| Request::Hibernation(request(reply), budget)).await??)
     }
 
-    async fn images(&self, caller: &Caller<'_>, request: HibernationRequest) -> Result<Vec<Image>, Failure> {
-        match self.hibernation(caller, request).await? {
-            Done::Listed(images) => Ok(images),
-            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
-        }
+    /// Changes an image or its record, if the caller is authorized. `verb`: describes the change.
+    async fn change_image(
+        &self,
+        image: String,
+        verb: &str,
+        header: &Header<'_>,
+        change: impl FnOnce(u32, String) -> ImageRequest,
+    ) -> Result<(), Failure> {
+        let (uid, caller) = self.authorize_for_image(&image, verb, header).await?;
+        let what = format!("{verb} image {image:?}");
+        let change = change(uid, image);
+        self.hibernation(&caller, |reply| HibernationRequest::Change { what, change, reply }).await
     }
 
     /// Returns the owner of an image, and the caller. A caller may always act on its own images. Damaged
@@ -566,7 +565,8 @@ impl Object {
         let what = format!("{verb} image {image:?}");
         caller.identity(&what)?;
         let own = caller.own_user();
-        let found = self.images(&caller, HibernationRequest::Find { image: image.into() }).await?;
+        let find = |reply| HibernationRequest::Find { image: image.into(), reply };
+        let found = self.hibernation(&caller, find).await?;
         // Users do not learn which images others have.
         let owner = match found.first().map(|found| found.uid) {
             Some(owner) if owner == own || caller.sees_all().await => owner,

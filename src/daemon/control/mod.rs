@@ -99,7 +99,7 @@ impl Control {
                 answer_when_saved(pause, reply);
             }
             Request::UsersOfTree(pid, reply) => hibernate::answer_users_of_tree(core, pid, reply),
-            Request::Hibernation(request, budget, reply) => hibernate::answer(core, request, budget, reply),
+            Request::Hibernation(request, budget) => hibernate::answer(core, request, budget),
             Request::Migrate { pid, gpu, users, reply } => core
                 .borrow_mut()
                 .with_host(|host, model, events| host.moves.begin(model, events, (pid, &gpu), &users, reply)),
