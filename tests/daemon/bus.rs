@@ -430,7 +430,7 @@ fn many_d_bus_calls_do_not_delay_a_hand_over() {
     a.until_granted();
     b.attach();
     b.request();
-    daemon.log.wait("contended");
+    daemon.log.wait("Contended");
     let before = listed.load(Ordering::Relaxed);
     for _ in 0..500 {
         for (holder, next) in [(&a, &b), (&b, &a)] {

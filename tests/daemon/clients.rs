@@ -328,7 +328,7 @@ fn a_killed_holder_frees_the_lock_even_if_a_child_has_its_socket() {
     let waiter = daemon.client();
     waiter.attach();
     waiter.request();
-    daemon.log.wait("contended");
+    daemon.log.wait("Contended");
     holder.kill().expect("it runs");
     waiter.until_granted();
     daemon.log.wait("has ended");

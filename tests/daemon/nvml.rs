@@ -192,7 +192,7 @@ fn a_client_waiting_for_a_lost_gpu_continues() {
     attach(&waiter, 0);
     waiter.report(GIB / 4 * 3, 0);
     waiter.request();
-    daemon.log.wait("contended");
+    daemon.log.wait("Contended");
     trouble::lose(machine(), 0, true).expect("a file");
     waiter.until_granted();
     wait_for_list(&daemon, &[format!("{} gone", name(0)), name(1)]);

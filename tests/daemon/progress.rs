@@ -68,7 +68,7 @@ fn a_command_shows_no_wait_without_a_terminal() {
     let mut command = Command::new(&words[0]);
     let child = command.args(&words[1..]).stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::null());
     let mut child = child.spawn().expect("it starts");
-    daemon.log.wait(" grant client=");
+    daemon.log.wait("Grant { client");
     drop(daemon);
     wait(&mut child);
     let mut said = String::new();

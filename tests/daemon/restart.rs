@@ -439,7 +439,7 @@ fn a_waiting_d_bus_lock_survives_a_restart() {
     holder.until_granted();
     let mut lock = Lock::acquire(&daemon.control());
     until(|| manager.kept().len() == 2);
-    daemon.log.wait("contended");
+    daemon.log.wait("Contended");
     let daemon = Daemon::start_under(&manager, daemon.kill());
     resume(&holder, GIB, GIB, 1);
     daemon.log.wait("1 of 1 programs continue");

@@ -258,7 +258,7 @@ fn a_d_bus_lock_counts_as_a_client() {
     let mut command = ctl();
     command.arg("--control").arg(daemon.control()).args(["lock", "--", "cat"]);
     let mut child = command.stdin(std::process::Stdio::piped()).spawn().expect("it starts");
-    daemon.log.wait("grant");
+    daemon.log.wait("Grant");
     let said = scrape(&daemon.directory.0);
     assert_eq!(said.of_gpu("holders"), 1.0);
     assert_eq!(said.families["nvshare_client_lock_seconds"].samples.len(), 2);

@@ -137,7 +137,7 @@ impl Daemon {
         holder.until_granted();
         holder.report(12 * GIB, 12 * GIB);
         waiter.request();
-        self.log.wait("contended");
+        self.log.wait("Contended");
         clients
     }
 
