@@ -173,25 +173,11 @@ pub(super) fn client_of(event: &Event) -> Option<ClientId> {
     }
 }
 
-/// The client whose activity this command may change.
-fn commanded(command: &Command) -> Option<ClientId> {
-    match command {
-        Command::Attached { client, .. }
-        | Command::Limit { client, .. }
-        | Command::Denied { client, .. }
-        | Command::Grant { client, .. }
-        | Command::Revoke { client, .. }
-        | Command::Awake { client, .. }
-        | Command::Moved { client, .. }
-        | Command::Checkpoint { client, .. } => Some(*client),
-        _ => None,
-    }
-}
-
 impl Pressure {
     /// Updates the pressure after an event and its resulting commands.
     pub(super) fn note(&mut self, model: &Model, event: Option<ClientId>, commands: &[Command], now: Time) {
-        let concerned: BTreeSet<ClientId> = event.into_iter().chain(commands.iter().filter_map(commanded)).collect();
+        let concerned: BTreeSet<ClientId> =
+            event.into_iter().chain(commands.iter().filter_map(Command::client)).collect();
         for client in concerned {
             let gpus = model.machine.activities(client).collect();
             let identity = model.identity(client).cloned().unwrap_or_default();
