@@ -16,36 +16,28 @@ fn wrong(text: impl Into<String>) -> fdo::Error {
     fdo::Error::InvalidArgs(text.into())
 }
 
+/// Parses options. Only the option `allowed` may be given. Returns true if it is set.
+fn flag(options: &HashMap<String, OwnedVariant>, allowed: &str) -> fdo::Result<bool> {
+    let mut is_set = false;
+    for (name, value) in options {
+        match &**value {
+            _ if name != allowed => return Err(wrong(format!("unknown option {name:?}: only {allowed:?} is allowed"))),
+            Variant::Bool(value) => is_set = *value,
+            _ => return Err(wrong(format!("the option {allowed} must be true or false"))),
+        }
+    }
+    Ok(is_set)
+}
+
 /// Parses the options of a debug bundle. Returns true if programs' names and command lines are
 /// requested.
 pub fn debug(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
-    let mut command_lines = false;
-    for (name, value) in options {
-        match (name.as_str(), &**value) {
-            ("command-lines", Variant::Bool(value)) => command_lines = *value,
-            ("command-lines", _) => {
-                return Err(fdo::Error::InvalidArgs("the option command-lines must be true or false".into()));
-            }
-            _ => {
-                let text = format!("unknown option {name:?}: only \"command-lines\" is allowed");
-                return Err(fdo::Error::InvalidArgs(text));
-            }
-        }
-    }
-    Ok(command_lines)
+    flag(options, "command-lines")
 }
 
 /// Parses the options of a hibernation. Returns true if network connections are closed.
 pub fn hibernation(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
-    let mut closes_connections = false;
-    for (name, value) in options {
-        match (name.as_str(), &**value) {
-            ("close-connections", Variant::Bool(value)) => closes_connections = *value,
-            ("close-connections", _) => return Err(wrong("the option close-connections must be true or false")),
-            _ => return Err(wrong(format!("unknown option {name:?}: only \"close-connections\" is allowed"))),
-        }
-    }
-    Ok(closes_connections)
+    flag(options, "close-connections")
 }
 
 /// Parses the options of a room. Returns the time for which the room is kept after each renewal.
@@ -54,13 +46,8 @@ pub fn room(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
     for (name, value) in options {
         match (name.as_str(), &**value) {
             ("for", Variant::U32(seconds)) => lasts = Duration::from_secs((*seconds).into()),
-            ("for", _) => {
-                return Err(fdo::Error::InvalidArgs("the option for must be a number of seconds (type u)".into()));
-            }
-            _ => {
-                let text = format!("unknown option {name:?}: only \"for\" is allowed");
-                return Err(fdo::Error::InvalidArgs(text));
-            }
+            ("for", _) => return Err(wrong("the option for must be a number of seconds (type u)")),
+            _ => return Err(wrong(format!("unknown option {name:?}: only \"for\" is allowed"))),
         }
     }
     settings::room(lasts).map_err(fdo::Error::InvalidArgs)
