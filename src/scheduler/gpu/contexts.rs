@@ -95,7 +95,7 @@ impl Gpu {
     /// client too little memory for that client's whole demand. The attached client could then
     /// never run again. The deferred client waits until the attached client needs less or detaches.
     pub fn count_deferred(&mut self, cx: Context) {
-        if self.contexts.is_empty() && self.contexts.deferred() == 0 {
+        if self.contexts.is_empty() {
             return;
         }
         // A client that reports demand or waits for a GPU has a context from an earlier scheduler,
