@@ -209,3 +209,42 @@ fn contexts_count_towards_a_groups_limit() {
     t.say(measured(5 * GIB));
     assert_eq!(t.attachment(1).limit, 0, "nothing is left");
 }
+
+#[test]
+fn no_turn_ends_for_a_request_that_has_no_room_on_another_gpu() {
+    let mut t = Talk::new(settings(AntiThrash::Auto, Duration::from_secs(30)));
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for id in [gpu(0), gpu(1)] {
+        t.say(Event::GpuLink { gpu: id, rate: 8 * GIB });
+    }
+    let beside = |t: &mut Talk, n: u64, demand: u64, mapped: u64| {
+        t.say(Event::Attached { client: client(n), gpu: gpu(1), engine: Engine::Swap });
+        for mapped in [0, mapped] {
+            let report = MemoryReport {
+                ack: u32::MAX,
+                demand,
+                mapped,
+                swapped: demand - mapped,
+                pinned: 0,
+                limit_ack: u32::MAX,
+            };
+            t.say(Event::Memory { client: client(n), gpu: gpu(1), report });
+        }
+    };
+    t.join(2, 12 * GIB);
+    t.request(2);
+    t.join(1, 14 * GIB);
+    beside(&mut t, 1, 12 * GIB, 12 * GIB);
+    t.join(3, 6 * GIB);
+    beside(&mut t, 3, 8 * GIB, 0);
+    for n in [1, 3] {
+        t.say(Event::Requested { client: client(n), gpus: gpus([0, 1]) });
+    }
+    // Client 2's turn lasts longer while client 1 is next, because more memory has to move for it.
+    t.after(Duration::from_secs(20));
+    assert_eq!(t.state(2), LockState::Holding);
+    let commands = t.say(Event::Stopped { client: client(1), stopped: true });
+    let why = Command::Waiting { client: client(3), gpus: gpus([0, 1]), why: WaitReason::Pinned };
+    assert!(commands.contains(&why), "client 1's memory cannot leave GPU 1: {commands:?}");
+    assert_eq!(t.state(2), LockState::Holding, "{commands:?}");
+}

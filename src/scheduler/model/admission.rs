@@ -115,11 +115,17 @@ impl Model<'_> {
         if let Some(until) = self.shares().request_capped_until(entity) {
             return Some(Blocked::Until(until));
         }
-        let is_full = |id: &GpuId| {
+        let is_alone = |id: &GpuId| {
             let members = self.queues.members(entity, *id);
-            (members.len() == 1 || self.is_crowded_out(*id, &members)) && !self.has_room(entity, *id, &members)
+            members.len() == 1 || self.is_crowded_out(*id, &members)
         };
-        self.queues.request(entity)?.gpus().into_iter().find(is_full).map(Blocked::Pinned)
+        self.full_gpus(entity).find(is_alone).map(Blocked::Pinned)
+    }
+
+    /// The GPUs of a request that have no room for it: see [`Model::has_room`].
+    pub fn full_gpus(&self, entity: Entity) -> impl Iterator<Item = GpuId> {
+        let gpus = self.queues.request(entity).map(|request| request.gpus()).unwrap_or_default();
+        gpus.into_iter().filter(move |id| !self.has_room(entity, *id, &self.queues.members(entity, *id)))
     }
 
     /// Whether a queued request needs neither bytes nor turns, because its clients use managed memory

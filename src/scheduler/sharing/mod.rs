@@ -179,11 +179,14 @@ impl Sharing<'_> {
     pub fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
         loop {
             let Some(entity) = self.queues.first(id) else { return 0 };
-            let members = self.queues.members(entity, id);
-            if !self.model().has_room(entity, id, &members) {
-                self.with_requests(|requests| requests.does_not_fit(entity, id));
+            // Without room on another GPU, bytes and a turn here would be of no use. That other GPU may
+            // be settled after this one.
+            let full = self.model().full_gpus(entity).next();
+            if let Some(full) = full {
+                self.with_requests(|requests| requests.does_not_fit(entity, full));
                 continue;
             }
+            let members = self.queues.members(entity, id);
             if let Some(holder) = self.model().undrainable_ahead_of(entity, id, &members) {
                 let lacking = self.credit(holder, id, reserved_ahead);
                 if lacking > 0 {
