@@ -303,12 +303,8 @@ impl Contended {
             return Look::Again((self.grace / 4).clamp(POLL_INTERVAL, 5 * POLL_INTERVAL));
         }
         if self.idle_since.is_none() {
-            let Some(fence) = self.fence.take().or_else(|| gpu.work.fence()) else {
-                return Look::Again(10 * POLL_INTERVAL);
-            };
-            let fence = self.fence.insert(fence);
-            if !gpu.work.is_done(fence) {
-                return Look::Again(POLL_INTERVAL);
+            if !gpu.work.has_ended(&mut self.fence, || gpu.work.fence()) {
+                return Look::Again(if self.fence.is_none() { 10 * POLL_INTERVAL } else { POLL_INTERVAL });
             }
             (self.idle_since, self.idle_timeout) = (Some(Instant::now()), idle_gaps.timeout(self.grace));
         }
@@ -329,22 +325,17 @@ enum Drained {
 
 impl Drain {
     fn look(&mut self, gpu: &Gpu, stall_timeout: Duration) -> Drained {
-        if gpu.is_quiet()
-            && let Some(fence) = self.fence.take().or_else(|| gpu.work.fence())
-        {
-            let fence = self.fence.insert(fence);
-            if gpu.work.is_done(fence) {
-                if !core::mem::take(&mut self.helped) {
-                    return Drained::Done(self.why);
-                }
-                // Threads have entered since the gate let copies pass. Closes the gate, so that the next fence covers
-                // their work.
-                gpu.gate.close(closed::LOCK);
-                gpu.gate.open(closed::KERNELS);
-                self.fence = None;
-                self.progress.1 = Instant::now();
-                return Drained::NotYet;
+        if gpu.is_quiet() && gpu.work.has_ended(&mut self.fence, || gpu.work.fence()) {
+            if !core::mem::take(&mut self.helped) {
+                return Drained::Done(self.why);
             }
+            // Threads have entered since the gate let copies pass. Closes the gate, so that the next fence covers
+            // their work.
+            gpu.gate.close(closed::LOCK);
+            gpu.gate.open(closed::KERNELS);
+            self.fence = None;
+            self.progress.1 = Instant::now();
+            return Drained::NotYet;
         }
         let done = gpu.work.progress();
         if done != self.progress.0 {

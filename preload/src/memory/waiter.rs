@@ -2,14 +2,14 @@
 //! kernel. One thread per GPU makes these calls. The thread holds no lock, and ends when no calls are
 //! left.
 //!
-//! The thread makes a call only after an event shows that all earlier work of the call's context is done.
+//! The thread makes a call only after events show that all earlier work of the GPU's contexts is done.
 //! Otherwise the driver might wait for work that ends only after the program's next call, and the driver
 //! might block that call too.
 
 use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
     connection,
-    submit::{Passing, Work, captures, threads},
+    submit::{Work, captures, threads},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
@@ -19,12 +19,12 @@ use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
 use core::time::Duration;
 
 /// The interval between polls of the awaited work. The interval doubles, up to
-/// `LONGEST_RETRY_INTERVAL`, until a job finishes: a kernel may run until its program ends.
+/// `LONGEST_RETRY_INTERVAL`: a kernel may run until its program ends.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
-/// How long a context's work counts as done after it was found done. Jobs may then wait for later
-/// work, but a program never queues more GPU time than this.
+/// How long work counts as done after it was found done. Jobs may then wait for later work, but a program
+/// never queues more GPU time than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -150,8 +150,7 @@ impl Waiter {
 impl Queue {
     fn run(&self) {
         captures::relax_thread();
-        let mut passing = Vec::new();
-        let mut retry = RETRY_INTERVAL;
+        let mut passed_at = None;
         loop {
             let job = {
                 let mut state = self.state.lock();
@@ -161,34 +160,49 @@ impl Queue {
                 };
                 job
             };
-            match self.carry_out(job, &mut passing) {
-                None => {
-                    retry = RETRY_INTERVAL;
-                    connection::wake();
-                }
-                Some(job) => {
-                    self.state.lock().jobs.push_back(job);
-                    time::sleep(retry);
-                    retry = LONGEST_RETRY_INTERVAL.min(retry * 2);
-                }
+            if self.context_of(&job).is_some() && passed_at.is_none_or(|at: Instant| at.elapsed() >= PASSED_FOR) {
+                self.await_work();
+                passed_at = Some(Instant::now());
             }
+            if let Some(job) = self.carry_out(job) {
+                self.state.lock().jobs.push_back(job);
+                time::sleep(RETRY_INTERVAL);
+            }
+            connection::wake();
         }
         connection::wake();
     }
 
-    /// Carries out a job. Returns the job if it has to wait.
-    fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Option<Job> {
+    /// The context that a job concerns, unless it no longer exists.
+    fn context_of(&self, job: &Job) -> Option<usize> {
+        let context = match job {
+            Job::Unregister(copy, _) => copy.buffer.registration(),
+            Job::Load(context) => Some(*context),
+        };
+        context.filter(|context| self.work.knows(*context))
+    }
+
+    /// Waits for the work that is running now.
+    fn await_work(&self) {
+        let (mut fence, mut retry) = (None, RETRY_INTERVAL);
+        while !self.work.has_ended(&mut fence, || self.work.fence_for_waiting()) {
+            time::sleep(retry);
+            retry = LONGEST_RETRY_INTERVAL.min(retry * 2);
+        }
+    }
+
+    /// Carries out a job. Returns the job if its context is being destroyed.
+    fn carry_out(&self, job: Job) -> Option<Job> {
+        let context = self.context_of(&job);
         match job {
             Job::Unregister(mut copy, back_to) => {
-                // A registration ends when its context is destroyed.
-                copy.buffer.registration().filter(|context| !self.work.knows(*context)).inspect(|context| {
-                    copy.buffer.forget_context(*context);
-                });
-                if let Some(context) = copy.buffer.registration() {
-                    let has_passed = self.has_passed(context, passing);
-                    if !has_passed || self.work.enter(context, || copy.buffer.unregister()).is_none() {
+                match context {
+                    Some(context) if self.work.enter(context, || copy.buffer.unregister()).is_none() => {
                         return Some(Job::Unregister(copy, back_to));
                     }
+                    Some(_) => {}
+                    // A registration ends when its context is destroyed.
+                    None => copy.buffer.forget_registration(),
                 }
                 match back_to {
                     Some(place) => self.state.lock().returned.push((place, copy)),
@@ -199,44 +213,20 @@ impl Queue {
                     }
                 }
             }
-            Job::Load(context) => {
+            Job::Load(of) => {
                 let load = || {
-                    let loaded = Fingerprinter::new(context).ok();
+                    let loaded = Fingerprinter::new(of).ok();
                     // The kernel is stored before the thread leaves the context, so that the
                     // context cannot be destroyed earlier.
-                    self.state.lock().loaded.push((context, loaded));
+                    self.state.lock().loaded.push((of, loaded));
                 };
-                let has_passed = self.has_passed(context, passing);
-                if (!has_passed || self.work.enter(context, load).is_none()) && self.work.knows(context) {
-                    return Some(Job::Load(context));
+                if context.is_some() && self.work.enter(of, load).is_none() {
+                    return Some(Job::Load(of));
                 }
             }
         }
         None
     }
-
-    /// Whether this context has finished the work that was submitted before the first query.
-    fn has_passed(&self, context: usize, passing: &mut Vec<InContext>) -> bool {
-        passing.retain(|other| other.passed_at.is_none_or(|at| at.elapsed() < PASSED_FOR));
-        let known = passing.iter().position(|other| other.context == context);
-        let at = known.unwrap_or_else(|| {
-            passing.push(InContext { context, passing: Passing::default(), passed_at: None });
-            passing.len() - 1
-        });
-        let Some(in_context) = passing.get_mut(at) else { return false };
-        if in_context.passed_at.is_none() && self.work.has_passed(context, &mut in_context.passing) {
-            in_context.passed_at = Some(Instant::now());
-        }
-        in_context.passed_at.is_some()
-    }
-}
-
-/// The work that jobs wait for, in one context.
-#[derive(Debug)]
-struct InContext {
-    context: usize,
-    passing: Passing,
-    passed_at: Option<Instant>,
 }
 
 #[cfg(test)]

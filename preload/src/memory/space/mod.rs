@@ -440,14 +440,7 @@ impl Space {
     /// Frees allocations that work no longer uses.
     pub fn reclaim(&mut self, work: &Work) {
         while let Some(freed) = self.freed.front_mut() {
-            let fence = match &mut freed.fence {
-                Some(fence) => fence,
-                None => match work.fence_for_freeing() {
-                    Some(fence) => freed.fence.insert(fence),
-                    None => break,
-                },
-            };
-            if !work.is_done(fence) {
+            if !work.has_ended(&mut freed.fence, || work.fence_for_freeing()) {
                 break;
             }
             if let Some(freed) = self.freed.pop_front() {

@@ -201,10 +201,8 @@ pub fn unmap_closed() -> bool {
     let mut registry = REGISTRY.lock();
     for (name, import) in &mut registry.imports {
         let Some(fence) = &mut import.closing else { continue };
-        if fence.is_none() {
-            *fence = import.user.work.fence();
-        }
-        let done = import.user.is_drained() || fence.as_mut().is_some_and(|fence| import.user.work.is_done(fence));
+        let work = &import.user.work;
+        let done = import.user.is_drained() || work.has_ended(fence, || work.fence());
         if done { gone.push(*name) } else { rest = true }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
