@@ -261,11 +261,7 @@ functions! {
     cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, size: Size, stream: CUstream);
     cuMemcpy2DAsync_v2(copy: *const c_void, stream: CUstream);
     cuMemcpy3DAsync_v2(copy: *const c_void, stream: CUstream);
-    cuMemcpyPeer(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size);
-    cuMemcpyPeer_ptds(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size);
     cuMemcpyPeerAsync(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size, stream: CUstream);
-    cuMemcpy3DPeer(copy: *const c_void);
-    cuMemcpy3DPeer_ptds(copy: *const c_void);
     cuMemcpy3DPeerAsync(copy: *const c_void, stream: CUstream);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, size: Size, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, size: Size, stream: CUstream);
