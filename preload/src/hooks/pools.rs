@@ -270,13 +270,9 @@ fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
     if !settings::get().movable_pools {
         return real();
     }
-    let taken = pools::take(pool as u64);
-    let result = real();
-    if result != SUCCESS {
-        taken.restore();
-    }
+    pools::on_destroy(pool as u64);
     connection::wake(); // the client's thread frees memory that work still uses
-    result
+    real()
 }
 
 hooks! { real, flavour;
