@@ -60,8 +60,6 @@ pub enum Rank {
     SwapFile,
     /// Requesting GPU locks, by one thread at a time.
     LockRequest,
-    /// The last denied request for a higher limit.
-    DeniedLimit,
     /// What rules limit and permit.
     Rules,
     /// Announcing this process to the scheduler as an exporter.
