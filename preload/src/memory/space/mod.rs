@@ -17,7 +17,7 @@ mod managed;
 mod mapping;
 mod pools;
 
-pub use export::{Exported, NotExported, Opening};
+pub use export::{Exported, Opening};
 pub use managed::Unfreed;
 pub use pools::has_pending_frees;
 
