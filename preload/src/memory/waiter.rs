@@ -1,12 +1,11 @@
-//! Driver calls that may wait for running work: unregistering host buffers, and loading the fingerprint
-//! kernel. One thread per GPU makes these calls. The thread holds no lock, and ends when no calls are
-//! left.
+//! Unregistering host buffers. The driver may wait for running work in this call. One thread per GPU makes the
+//! calls. The thread holds no lock, and ends when no calls are left.
 //!
 //! The thread makes a call only after events show that all earlier work of the GPU's contexts is done.
 //! Otherwise the driver might wait for work that ends only after the program's next call, and the driver
 //! might block that call too.
 
-use super::{file::HostCopy, fingerprint::Fingerprinter};
+use super::file::HostCopy;
 use crate::{
     connection,
     submit::{Work, captures, threads},
@@ -44,17 +43,10 @@ struct WaiterState {
     /// Bytes of buffers that have been freed.
     freed: u64,
     returned: Vec<(Place, HostCopy)>,
-    /// `None` if fingerprints cannot be computed.
-    loaded: Vec<(usize, Option<Fingerprinter>)>,
 }
 
-#[derive(Debug)]
-enum Job {
-    /// Unregisters a buffer. The buffer is then returned to the given chunk, or freed if there is none.
-    Unregister(HostCopy, Option<Place>),
-    /// Loads the fingerprint kernel into this context.
-    Load(usize),
-}
+/// A buffer to be unregistered. It is then returned to the given chunk, or freed if there is none.
+type Job = (HostCopy, Option<Place>);
 
 /// The chunk to which a copy belongs.
 #[derive(Debug, Clone, Copy)]
@@ -86,30 +78,8 @@ impl Waiter {
     /// Queues the unregistering of a copy's buffer. The copy then returns to `back_to`, or is freed if that
     /// is `None`.
     pub fn unregister(&self, copy: HostCopy, back_to: Option<Place>) {
-        self.0.state.lock().jobs.push_back(Job::Unregister(copy, back_to));
+        self.0.state.lock().jobs.push_back((copy, back_to));
         self.start();
-    }
-
-    /// Queues the loading of the fingerprint kernel into this context, unless the thread is running or the
-    /// job is already queued.
-    pub fn load(&self, context: usize) {
-        {
-            let mut state = self.0.state.lock();
-            // While a job is in progress, it is not in `jobs`. The running thread may be loading this kernel.
-            if state.is_running || state.jobs.iter().any(|job| matches!(job, Job::Load(other) if *other == context)) {
-                return;
-            }
-            state.jobs.push_back(Job::Load(context));
-        }
-        self.start();
-    }
-
-    /// Returns the outcome of [`load`](Self::load), or `None` while it is pending. The inner `None` means
-    /// that fingerprints cannot be computed.
-    pub fn take_loaded(&self, context: usize) -> Option<Option<Fingerprinter>> {
-        let mut state = self.0.state.lock();
-        let at = state.loaded.iter().position(|(other, _)| *other == context)?;
-        Some(state.loaded.swap_remove(at).1)
     }
 
     /// Starts the thread if jobs are queued and the thread is not running.
@@ -137,14 +107,6 @@ impl Waiter {
         let mut state = self.0.state.lock();
         Finished { freed: core::mem::take(&mut state.freed), returned: core::mem::take(&mut state.returned) }
     }
-
-    /// Discards the kernel that was loaded into a context that no longer exists. Queued jobs detect the
-    /// missing context themselves.
-    pub fn forget_context(&self, context: usize) {
-        let of_context = |(other, _): &mut (usize, _)| *other == context;
-        let loaded: Vec<_> = self.0.state.lock().loaded.extract_if(.., of_context).collect();
-        loaded.into_iter().filter_map(|(_, loaded)| loaded).for_each(|loaded| loaded.forget_context(context));
-    }
 }
 
 impl Queue {
@@ -160,7 +122,7 @@ impl Queue {
                 };
                 job
             };
-            if self.context_of(&job).is_some() && passed_at.is_none_or(|at: Instant| at.elapsed() >= PASSED_FOR) {
+            if self.context_of(&job.0).is_some() && passed_at.is_none_or(|at: Instant| at.elapsed() >= PASSED_FOR) {
                 self.await_work();
                 passed_at = Some(Instant::now());
             }
@@ -173,13 +135,9 @@ impl Queue {
         connection::wake();
     }
 
-    /// The context that a job concerns, unless it no longer exists.
-    fn context_of(&self, job: &Job) -> Option<usize> {
-        let context = match job {
-            Job::Unregister(copy, _) => copy.buffer.registration(),
-            Job::Load(context) => Some(*context),
-        };
-        context.filter(|context| self.work.knows(*context))
+    /// The context in which a copy's buffer is registered, unless the context no longer exists.
+    fn context_of(&self, copy: &HostCopy) -> Option<usize> {
+        copy.buffer.registration().filter(|context| self.work.knows(*context))
     }
 
     /// Waits for the work that is running now.
@@ -191,38 +149,22 @@ impl Queue {
         }
     }
 
-    /// Carries out a job. Returns the job if its context is being destroyed.
-    fn carry_out(&self, job: Job) -> Option<Job> {
-        let context = self.context_of(&job);
-        match job {
-            Job::Unregister(mut copy, back_to) => {
-                match context {
-                    Some(context) if self.work.enter(context, || copy.buffer.unregister()).is_none() => {
-                        return Some(Job::Unregister(copy, back_to));
-                    }
-                    Some(_) => {}
-                    // A registration ends when its context is destroyed.
-                    None => copy.buffer.forget_registration(),
-                }
-                match back_to {
-                    Some(place) => self.state.lock().returned.push((place, copy)),
-                    None => {
-                        let len = copy.buffer.len();
-                        drop(copy); // before locking, because unmapping takes long
-                        self.state.lock().freed += len;
-                    }
-                }
+    /// Carries out a job. Returns the job if the buffer's context is being destroyed.
+    fn carry_out(&self, (mut copy, back_to): Job) -> Option<Job> {
+        match self.context_of(&copy) {
+            Some(context) if self.work.enter(context, || copy.buffer.unregister()).is_none() => {
+                return Some((copy, back_to));
             }
-            Job::Load(of) => {
-                let load = || {
-                    let loaded = Fingerprinter::new(of).ok();
-                    // The kernel is stored before the thread leaves the context, so that the
-                    // context cannot be destroyed earlier.
-                    self.state.lock().loaded.push((of, loaded));
-                };
-                if context.is_some() && self.work.enter(of, load).is_none() {
-                    return Some(Job::Load(of));
-                }
+            Some(_) => {}
+            // A registration ends when its context is destroyed.
+            None => copy.buffer.forget_registration(),
+        }
+        match back_to {
+            Some(place) => self.state.lock().returned.push((place, copy)),
+            None => {
+                let len = copy.buffer.len();
+                drop(copy); // before locking, because unmapping takes long
+                self.state.lock().freed += len;
             }
         }
         None
@@ -310,41 +252,5 @@ mod tests {
         assert!(waiter.is_busy(), "the context may stay");
         work.end_of_destroying(context, true, SUCCESS);
         assert_eq!((finished(&waiter).freed, driver.count(UNREGISTER)), (GRANULE, 0));
-    }
-
-    #[test]
-    fn the_fingerprint_kernel_is_loaded_once_and_without_locks() {
-        let driver = Driver::new();
-        driver.add_kernel();
-        let (work, context) = fake::new(&driver);
-        let waiter = Waiter::new(work);
-        let handle = context as usize;
-        driver.block("cuModuleLoadData");
-        waiter.load(handle);
-        driver.wait_for_calls("cuModuleLoadData", 1);
-        waiter.load(handle);
-        assert!(waiter.take_loaded(handle).is_none());
-        driver.unblock("cuModuleLoadData");
-        until(|| !waiter.is_busy());
-        let loaded = waiter.take_loaded(handle).expect("an outcome").expect("a kernel");
-        loaded.forget_context(handle);
-        assert!(waiter.take_loaded(handle).is_none());
-        for call in ["cuModuleLoadData", "cuFuncLoad"] {
-            assert_eq!((driver.count(call), driver.was_any_lock_held(call)), (1, false), "{call}");
-        }
-    }
-
-    #[test]
-    fn a_kernel_that_cannot_be_loaded_is_not_awaited() {
-        let driver = Driver::new();
-        let (work, context) = fake::new(&driver);
-        let waiter = Waiter::new(work);
-        waiter.load(context as usize);
-        until(|| !waiter.is_busy());
-        assert!(matches!(waiter.take_loaded(context as usize), Some(None)));
-        // The job ends without an outcome if its context does not exist.
-        waiter.load(77);
-        until(|| !waiter.is_busy());
-        assert!(waiter.take_loaded(77).is_none());
     }
 }

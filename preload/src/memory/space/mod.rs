@@ -503,7 +503,6 @@ impl Space {
             self.account.managed -= unfreed.len;
         }
         self.buffers().for_each(|buffer| buffer.forget_context(context));
-        self.waiter.forget_context(context);
         if last {
             for freed in core::mem::take(&mut self.freed) {
                 self.account.freeing -= self.room_of(&freed.allocation);
