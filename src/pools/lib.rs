@@ -127,21 +127,9 @@ impl<F> Pools<F> {
     }
 
     /// Called before the program destroys a pool. The pool's memory is released as its blocks are freed.
-    /// Returns the pool's number for [`revive`](Self::revive).
-    pub fn destroy(&mut self, handle: u64) -> Option<u32> {
-        let member = self.member(handle)?;
-        member.handle = 0;
-        Some(member.id)
-    }
-
-    /// Undoes [`destroy`](Self::destroy), because the pool was not destroyed.
-    pub fn revive(&mut self, id: u32, handle: u64, policy: Policy) {
-        if self.has(handle) {
-            return; // another thread has added the pool since
-        }
-        match self.by_id(id) {
-            Some(member) => member.handle = handle,
-            None => self.add(handle, policy),
+    pub fn destroy(&mut self, handle: u64) {
+        if let Some(member) = self.member(handle) {
+            member.handle = 0;
         }
     }
 

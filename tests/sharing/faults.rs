@@ -417,7 +417,9 @@ fn memory_moves_survive_failing_driver_calls() {
         fails.collect::<Vec<_>>().join(",")
     };
     let mut failed = BTreeSet::new();
-    for fails in [nth(14, 11), nth(5, 4), CALLS.map(|call| format!("{call}:1")).join(",")] {
+    // Without its stream, the library does not load the fingerprint kernel, so that call fails alone once.
+    let all_first = CALLS.map(|call| format!("{call}:1")).join(",");
+    for fails in [nth(14, 11), nth(5, 4), all_first, "cuMemHostGetDevicePointer_v2:1".to_owned()] {
         let machine = Machine::with_scheduler(pressed());
         let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 7";
         // Allocations make the three removed calls, so only the other calls fail from the start.

@@ -188,26 +188,6 @@ fn on_an_old_driver_only_one_thread_waits_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// For lack of memory, the library cannot load the fingerprint kernel when the context is created.
-/// A thread that may block loads the kernel at the next eviction.
-#[test]
-fn the_fingerprint_kernel_is_loaded_once_memory_is_available() {
-    const LOADED: &str = "fingerprints can be computed in context";
-    let machine = Machine::with_scheduler(pressed());
-    let words = "mix --mem 60M --reps 3 --rounds 12";
-    let mut program = machine.program(words).env("CUDA_SIM_FAIL", "cuFuncLoad:1").start();
-    machine.wait_for_grants(&program, 1);
-    assert!(!program.stderr().contains(LOADED));
-    let mut other = machine.program(words).start();
-    wait_for("memory to leave, and the kernel to be loaded", || {
-        let said = program.stderr();
-        (said.contains(" bytes left in ") && said.contains(LOADED)).then_some(())
-    });
-    program.finish();
-    other.finish();
-    machine.wait_until_empty();
-}
-
 /// A kernel that does not end must not keep the client's thread, which copies the memory without
 /// fingerprints then.
 #[test]

@@ -210,7 +210,8 @@ pub fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> C
     answered.unwrap_or_else(real)
 }
 
-/// `cuPointerGetAttributes` for an address outside this library's allocations.
+/// `cuPointerGetAttributes`. The driver answers first, because only it knows some attributes. Like the driver, this
+/// function returns no error for an attribute that an address does not have.
 pub fn attributes(
     n: u32,
     which: *const i32,
@@ -221,18 +222,20 @@ pub fn attributes(
     if which.is_null() || data.is_null() {
         return real();
     }
-    let answered = query(address, |asked| {
+    let answer = |write: &dyn Fn(P, i32) -> Option<CUresult>| {
         let result = real();
-        if result == SUCCESS {
-            for i in 0..n as usize {
-                // SAFETY: `which` and `data` are the program's arrays of length `n`.
-                unsafe {
-                    let (which, data) = (*which.add(i), *data.add(i));
-                    write(data, which, address, asked);
-                }
-            }
+        for i in 0..if result == SUCCESS { n as usize } else { 0 } {
+            // SAFETY: `which` and `data` are the program's arrays of length `n`.
+            let (which, data) = unsafe { (*which.add(i), *data.add(i)) };
+            write(data, which);
         }
         result
-    });
+    };
+    if let Some((gpu, allocation)) = registry::find(address) {
+        // SAFETY: `data` is the program's pointer to a value of this attribute.
+        return answer(&|data, which| unsafe { write_own(data, which, address, gpu, &allocation) });
+    }
+    // SAFETY: `data` is the program's pointer to a value of this attribute.
+    let answered = query(address, |asked| answer(&|data, which| unsafe { write(data, which, address, asked) }));
     answered.unwrap_or_else(real)
 }

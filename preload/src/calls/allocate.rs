@@ -8,7 +8,7 @@ use crate::{
     connection,
     driver::{
         self, check,
-        context::{current_context, is_current_broken},
+        context::{current_or_null, is_current_broken},
         put_result,
         types::*,
     },
@@ -41,21 +41,15 @@ const FREED_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest time that an allocation waits until other clients have made room for it. The wait
 /// ends earlier if the scheduler says that other clients cannot make room.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
-/// The longest time that an allocation waits for memory of a program without nvshare. That program
-/// may be exiting.
-const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
-/// The longest time that an allocation without a scheduler waits for the check whether other
-/// clients can make room ([`crate::client::offline`]). The check takes at most 200 ms.
-const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
+/// The longest time that an allocation waits for memory of a program without nvshare, which may be exiting.
+/// Without a scheduler, the allocation waits equally long for the check whether other clients can make room
+/// ([`crate::client::offline`]). The check takes at most 200 ms.
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
-    let context = match usable_context() {
-        Ok(Some(context)) => context,
-        Ok(None) => return real(),
-        Err(error) => return error,
-    };
+    let Some(context) = usable_context() else { return real() };
     let beyond = settings::get().oversubscribe;
     let take = |space: &mut Space| space.allocate(size as u64, context, beyond, &gpu.work);
     let allocated = allocate_backed(gpu, space, size, take, Space::undo);
@@ -152,11 +146,7 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
     if !engine::can_prefetch(gpu.index as CUdevice) {
         return counted();
     }
-    let context = match usable_context() {
-        Ok(Some(context)) => context,
-        Ok(None) => return real(),
-        Err(error) => return error,
-    };
+    let Some(context) = usable_context() else { return real() };
     let beyond = settings::get().oversubscribe;
     let make = || {
         check(real())?;
@@ -171,9 +161,8 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
 
 /// Returns the current context, or `None` if that context does not work. The driver must then return
 /// the error.
-pub fn usable_context() -> Result<Option<usize>, CUresult> {
-    let context = current_context()?;
-    Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
+pub fn usable_context() -> Option<usize> {
+    Some(current_or_null() as usize).filter(|context| *context != 0 && !is_current_broken())
 }
 
 /// Allocates managed memory or other memory. If none is available, retries for a limited time.
@@ -202,19 +191,16 @@ fn with_retries<T>(
         let is_pending = guard.has_freed() || guard.pools.has_pending();
         let comes = is_pending && !captures::any() && begin.elapsed() < FREED_TIMEOUT;
         let fits = guard.account.fits_without_others(size as u64, gpu.total());
-        let mut may_come = fits && begin.elapsed() < OTHERS_TIMEOUT;
         let is_unknown = !connection::is_connected() && guard.account.awaits_company();
-        let may_find_room = is_unknown && begin.elapsed() < OFFLINE_TIMEOUT;
+        let may_come = (fits || is_unknown) && begin.elapsed() < OTHERS_TIMEOUT;
         drop(guard);
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, is_managed, after.limit);
         begin = begin + asked.elapsed(); // excludes a delay of the answer by a rule
-        match outcome {
-            Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
-            Outcome::Denied => may_come = false,
-            Outcome::Raised | Outcome::Beyond => {}
+        if outcome == Outcome::Raised && begin.elapsed() < FREED_TIMEOUT {
+            continue;
         }
-        if !(comes || may_come || may_find_room) {
+        if !(comes || (may_come && outcome != Outcome::Denied)) {
             gpu.count_refusal();
             return result;
         }

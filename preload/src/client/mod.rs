@@ -21,9 +21,8 @@ use crate::{
     connection::presence,
     env::{settings, trace::trace},
     gpu,
-    memory::file,
     submit::{self, barrier, epoch, threads},
-    sys::{c, lock_file, once::Once},
+    sys::{c, file, once::Once},
 };
 use core::sync::atomic::{AtomicBool, Ordering};
 use thread::Start;
@@ -84,7 +83,6 @@ extern "C" fn in_child() {
     presence::in_child();
     submit::set_active(false);
     epoch::end();
-    connection::close_in_child();
+    connection::stop_in_child();
     file::close_in_child();
-    lock_file::close_in_child();
 }

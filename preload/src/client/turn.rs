@@ -214,8 +214,8 @@ impl Turn {
             }
             TurnPhase::Holding { contended: None } => Duration::MAX,
             TurnPhase::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.idle_gaps) {
-                Look::Again(after) => after.min(self.utilization.step(gpu)),
-                Look::Idle => {
+                Some(after) => after.min(self.utilization.step(gpu)),
+                None => {
                     gpu.gate.close(closed::LOCK);
                     // A thread may have entered before the gate closed.
                     if contended.saw_all(gpu) {
@@ -276,11 +276,6 @@ impl Turn {
     }
 }
 
-enum Look {
-    Again(Duration),
-    Idle,
-}
-
 impl Contended {
     fn new(grace: Duration) -> Self {
         Self { grace, count: u64::MAX, fence: None, idle_since: None, idle_timeout: grace }
@@ -291,8 +286,9 @@ impl Contended {
         gpu.is_quiet() && gpu.submissions() == self.count
     }
 
-    /// Whether the client has been idle long enough to release the lock.
-    fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Look {
+    /// Returns the time until the next check, or `None` if the client has been idle long enough to release the
+    /// lock.
+    fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Option<Duration> {
         let count = gpu.submissions();
         if count != self.count || !gpu.is_quiet() || gpu.are_waited_for() {
             self.count = count;
@@ -300,24 +296,16 @@ impl Contended {
                 idle_gaps.record(since.elapsed());
             }
             self.fence = None;
-            return Look::Again((self.grace / 4).clamp(POLL_INTERVAL, 5 * POLL_INTERVAL));
+            return Some((self.grace / 4).clamp(POLL_INTERVAL, 5 * POLL_INTERVAL));
         }
         if self.idle_since.is_none() {
-            let Some(fence) = self.fence.take().or_else(|| gpu.work.fence()) else {
-                return Look::Again(10 * POLL_INTERVAL);
-            };
-            let fence = self.fence.insert(fence);
-            if !gpu.work.is_done(fence) {
-                return Look::Again(POLL_INTERVAL);
+            if !gpu.work.has_ended(&mut self.fence, || gpu.work.fence()) {
+                return Some(if self.fence.is_none() { 10 * POLL_INTERVAL } else { POLL_INTERVAL });
             }
             (self.idle_since, self.idle_timeout) = (Some(Instant::now()), idle_gaps.timeout(self.grace));
         }
         let idle = self.idle_since.map_or(Duration::ZERO, |since| since.elapsed());
-        if idle >= self.idle_timeout {
-            Look::Idle
-        } else {
-            Look::Again((self.idle_timeout - idle).min(5 * POLL_INTERVAL))
-        }
+        (idle < self.idle_timeout).then(|| (self.idle_timeout - idle).min(5 * POLL_INTERVAL))
     }
 }
 
@@ -329,22 +317,17 @@ enum Drained {
 
 impl Drain {
     fn look(&mut self, gpu: &Gpu, stall_timeout: Duration) -> Drained {
-        if gpu.is_quiet()
-            && let Some(fence) = self.fence.take().or_else(|| gpu.work.fence())
-        {
-            let fence = self.fence.insert(fence);
-            if gpu.work.is_done(fence) {
-                if !core::mem::take(&mut self.helped) {
-                    return Drained::Done(self.why);
-                }
-                // Threads have entered since the gate let copies pass. Closes the gate, so that the next fence covers
-                // their work.
-                gpu.gate.close(closed::LOCK);
-                gpu.gate.open(closed::KERNELS);
-                self.fence = None;
-                self.progress.1 = Instant::now();
-                return Drained::NotYet;
+        if gpu.is_quiet() && gpu.work.has_ended(&mut self.fence, || gpu.work.fence()) {
+            if !core::mem::take(&mut self.helped) {
+                return Drained::Done(self.why);
             }
+            // Threads have entered since the gate let copies pass. Closes the gate, so that the next fence covers
+            // their work.
+            gpu.gate.close(closed::LOCK);
+            gpu.gate.open(closed::KERNELS);
+            self.fence = None;
+            self.progress.1 = Instant::now();
+            return Drained::NotYet;
         }
         let done = gpu.work.progress();
         if done != self.progress.0 {

@@ -61,7 +61,7 @@ pub fn begin(age: Duration) -> (Attempt, Peer) {
 impl Peer {
     fn descriptor(&self) -> BorrowedFd<'_> {
         // SAFETY: the socket is open while `self` exists.
-        unsafe { BorrowedFd::borrow_raw(self.0.0.name().0) }
+        unsafe { BorrowedFd::borrow_raw(self.0.0.name().expect("an open socket").0) }
     }
 
     /// Returns the next message that this process has sent, if there is one.

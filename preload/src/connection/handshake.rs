@@ -10,6 +10,7 @@ use crate::{
     sys::{file::Descriptor, time::Instant},
 };
 use alloc::{format, string::String};
+use core::ops::ControlFlow;
 use nvshare_wire::{ClientMessage, SchedulerMessage, version};
 use rustix::net::SocketAddrUnix;
 
@@ -23,9 +24,9 @@ pub type Connected = (Socket, u16, u64);
 pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     let mut attempt = Attempt::begin(hello)?;
     loop {
-        attempt = match attempt.look() {
-            Look::Pending(attempt) => attempt,
-            Look::Over(outcome) => return outcome,
+        attempt = match attempt.look()? {
+            ControlFlow::Break(connected) => return Ok(connected),
+            ControlFlow::Continue(attempt) => attempt,
         };
         // A signal handler of the program may end the wait early, so the loop repeats it.
         wait([Some(&attempt.socket), None], ANSWER_TIMEOUT.saturating_sub(attempt.since.elapsed()));
@@ -44,13 +45,6 @@ pub fn announce(socket: &Socket, version: u16) -> bool {
 pub struct Attempt {
     socket: Socket,
     since: Instant,
-}
-
-/// The state of an [`Attempt`].
-#[derive(Debug)]
-pub enum Look {
-    Pending(Attempt),
-    Over(Result<Connected, String>),
 }
 
 impl Attempt {
@@ -80,28 +74,26 @@ impl Attempt {
         &self.socket
     }
 
-    /// Reads the answer, if it has arrived, and then announces the limits of the environment and the gangs.
-    pub fn look(self) -> Look {
-        match self.answer() {
-            None if self.since.elapsed() < ANSWER_TIMEOUT => Look::Pending(self),
-            None => Look::Over(Err("it does not answer".into())),
-            Some(Err(why)) => Look::Over(Err(why)),
-            Some(Ok((version, _))) if !announce(&self.socket, version) => {
-                Look::Over(Err("it does not read messages".into()))
-            }
-            Some(Ok((version, client))) => Look::Over(Ok((self.socket, version, client))),
+    /// Reads the answer, if it has arrived, and then announces the limits of the environment and the gangs. Returns
+    /// the attempt while the answer is pending.
+    ///
+    /// # Errors
+    /// Returns the same errors as [`connect`].
+    pub fn look(self) -> Result<ControlFlow<Connected, Self>, String> {
+        match self.answer()? {
+            None if self.since.elapsed() < ANSWER_TIMEOUT => Ok(ControlFlow::Continue(self)),
+            None => Err("it does not answer".into()),
+            Some((version, _)) if !announce(&self.socket, version) => Err("it does not read messages".into()),
+            Some((version, client)) => Ok(ControlFlow::Break((self.socket, version, client))),
         }
     }
 
     /// Returns the agreed version and this client's id, if the answer has arrived.
-    fn answer(&self) -> Option<Result<(u16, u64), String>> {
-        let message = match self.socket.receive(0) {
-            Ok(message) => message?.0,
-            Err(why) => return Some(Err(why)),
-        };
-        Some(match message {
+    fn answer(&self) -> Result<Option<(u16, u64)>, String> {
+        let Some((message, _)) = self.socket.receive(0)? else { return Ok(None) };
+        match message {
             SchedulerMessage::Welcome { version: version @ version::MIN..=version::MAX, client } => {
-                Ok((version, client))
+                Ok(Some((version, client)))
             }
             SchedulerMessage::Welcome { version, .. } => {
                 Err(format!("it chose protocol {version}, which was not offered"))
@@ -111,6 +103,6 @@ impl Attempt {
                 Err(format!("it refuses this program: {text}"))
             }
             _ => Err("it sent an unexpected answer".into()),
-        })
+        }
     }
 }

@@ -20,10 +20,7 @@ pub use wakeup::wake;
 use crate::{
     connection::socket::Socket,
     env::trace::trace,
-    sys::{
-        file::DescriptorRecord,
-        sync::{Mutex, Rank},
-    },
+    sys::sync::{Mutex, Rank},
 };
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -35,8 +32,6 @@ static CONNECTED: AtomicBool = AtomicBool::new(false);
 /// Whether a scheduler is connected, or the client still waits for the next one.
 static EXPECTED: AtomicBool = AtomicBool::new(false);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
-/// The connection's descriptor, which the child of a fork closes.
-static DESCRIPTOR: DescriptorRecord = DescriptorRecord::none();
 
 /// An established connection.
 #[derive(Debug)]
@@ -97,17 +92,15 @@ pub fn begin_generation() {
 /// Sets the connection. Called when the client's thread has made or lost it.
 pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
-    DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.0.name()));
     CONNECTED.store(connection.is_some(), Ordering::SeqCst);
     EXPECTED.fetch_or(connection.is_some(), Ordering::SeqCst);
     *guard = connection;
 }
 
-/// Closes the parent's connection in the child of a fork. From then on, nothing is sent, and no lock is taken:
-/// another thread of the parent may have held the lock at the fork.
-pub fn close_in_child() {
+/// Stops using the parent's connection in the child of a fork. From then on, nothing is sent, and no lock is
+/// taken: another thread of the parent may have held the lock at the fork.
+pub fn stop_in_child() {
     CONNECTED.store(false, Ordering::SeqCst);
-    DESCRIPTOR.close_in_child();
 }
 
 #[cfg(test)]
@@ -119,7 +112,7 @@ mod tests {
     fn the_child_of_a_fork_sends_nothing_and_takes_no_lock() {
         let scheduler = Scheduler::connect();
         let held = CONNECTION.lock(); // by another thread of the parent
-        close_in_child();
+        stop_in_child();
         assert!(!send(&ClientMessage::Wake {}) && !send_with(&ClientMessage::Wake {}, &[]));
         gangs::join(5);
         drop(held);

@@ -6,12 +6,9 @@ use crate::{
     sys::sync::{Mutex, Rank},
 };
 use alloc::collections::VecDeque;
-use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::ClientMessage;
 
 static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(Rank::Outbox, VecDeque::new());
-/// Whether the outbox contains messages. If not, callers need not take the lock.
-static ANY: AtomicBool = AtomicBool::new(false);
 
 /// Queues messages if a scheduler is connected. Otherwise drops them, because this client sends its
 /// whole state to the next scheduler.
@@ -19,15 +16,11 @@ pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     if connection::is_connected() {
         outbox.extend(messages);
-        ANY.store(!outbox.is_empty(), Ordering::SeqCst);
     }
 }
 
 /// Sends the queued messages. Returns `false` if some could not be sent.
 pub fn flush() -> bool {
-    if !ANY.load(Ordering::SeqCst) {
-        return true;
-    }
     let mut outbox = OUTBOX.lock();
     while let Some(message) = outbox.front() {
         if !connection::send(message) {
@@ -35,7 +28,6 @@ pub fn flush() -> bool {
         }
         outbox.pop_front();
     }
-    ANY.store(false, Ordering::SeqCst);
     true
 }
 
@@ -45,5 +37,4 @@ pub fn restart(first: impl FnOnce() -> Option<ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     outbox.clear();
     outbox.extend(first());
-    ANY.store(!outbox.is_empty(), Ordering::SeqCst);
 }

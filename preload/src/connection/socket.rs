@@ -119,19 +119,15 @@ pub fn pair() -> Option<(Socket, Socket)> {
 pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     let timeout = timespec(timeout.min(Duration::from_secs(86_400)));
     let open = sockets.map(|socket| socket.and_then(|socket| socket.0.get()));
-    let is_gone = |at: usize| sockets[at].is_some() && open[at].is_none();
-    if is_gone(0) || is_gone(1) {
-        return [is_gone(0), is_gone(1)];
+    let gone = [0, 1].map(|at| sockets[at].is_some() && open[at].is_none());
+    if gone.contains(&true) {
+        return gone;
     }
-    // A socket that is missing is replaced by the other one.
-    let (Some(first), Some(second)) = (open[0].or(open[1]), open[1].or(open[0])) else {
-        let _ = rustix::thread::nanosleep(&timeout);
-        return [false; 2];
-    };
-    let mut entries = [first, second].map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN));
+    let open_sockets = open.iter().flatten();
+    let mut entries: Vec<_> = open_sockets.map(|socket| PollFd::from_borrowed_fd(*socket, PollFlags::IN)).collect();
     let _ = poll(&mut entries, Some(&timeout));
-    let is_ready = |at: usize| open[at].is_some() && !entries[at].revents().is_empty();
-    [is_ready(0), is_ready(1)]
+    let mut ready = entries.iter().map(|entry| !entry.revents().is_empty());
+    open.map(|socket| socket.is_some() && ready.next() == Some(true))
 }
 
 /// Describes the error of a system call in words for the user.

@@ -5,7 +5,7 @@ use crate::{
     sys::once::OnceBox,
 };
 use alloc::boxed::Box;
-use rustix::fd::RawFd;
+use rustix::fd::{AsRawFd, RawFd};
 
 /// The sending and the receiving socket. If the program closes one of them, the client's thread checks
 /// for work periodically.
@@ -27,7 +27,7 @@ pub fn wake() {
 
 /// Returns the descriptor that [`wake`] writes to, for threads with their own descriptor table.
 pub fn sender() -> Option<RawFd> {
-    PAIR.get().filter(|(sender, _)| sender.0.is_open()).map(|(sender, _)| sender.0.name().0)
+    PAIR.get().and_then(|(sender, _)| sender.0.get()).map(|sender| sender.as_raw_fd())
 }
 
 /// Returns the socket that [`wake`] makes readable, or `None` if it does not exist or the program has

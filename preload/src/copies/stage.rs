@@ -1,69 +1,38 @@
 //! Copies that cannot be made by the program's own call, because one GPU has no access to memory of
 //! this library on another GPU. For the driver's own memory, the driver stages such copies itself.
 
-use super::shapes::Copy3D;
+use super::route::Way;
 use crate::{
-    driver::{self, check, context::with_current, hook::Flavour, query, types::*},
+    driver::{self, check, context::with_current, query, types::*},
     submit::{captures, context_of},
 };
 
-/// Copies like `cuMemcpy` from one GPU to another. `there` and `here` are the contexts of
-/// destination and source.
-pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, here]: [CUcontext; 2]) -> CUresult {
-    // SAFETY: the arguments and both contexts are the program's own.
-    unsafe {
-        if flavour.per_thread {
-            driver::cuMemcpyPeer_ptds(to, there, from, here, n)
-        } else {
-            driver::cuMemcpyPeer(to, there, from, here, n)
-        }
-    }
-}
-
-/// Copies like `cuMemcpyAsync` from one GPU to another.
-pub fn linear_async(
-    [to, from]: [CUdeviceptr; 2],
-    n: Size,
-    [there, here]: [CUcontext; 2],
+/// Makes a copy in the order of this stream: by the program's own call `real`, `between` the contexts of
+/// destination and source, or `again` in another stream. If `is_awaited`, the copy is done on return.
+pub fn copy(
+    way: Way,
     stream: CUstream,
+    is_awaited: bool,
+    real: impl FnOnce() -> CUresult,
+    between: impl FnOnce([CUcontext; 2]) -> CUresult,
+    again: impl FnOnce(CUstream) -> CUresult,
 ) -> CUresult {
-    // SAFETY: the arguments and both contexts are the program's own.
-    unsafe { driver::cuMemcpyPeerAsync(to, there, from, here, n, stream) }
-}
-
-/// Copies like `cuMemcpy2D` or `cuMemcpy3D` from one GPU to another.
-pub fn copy_3d(flavour: Flavour, copy: &Copy3D, contexts: [CUcontext; 2]) -> CUresult {
-    let copy = copy.between(contexts);
-    let copy = (&raw const copy).cast();
-    // SAFETY: the description and both contexts are the program's own.
-    unsafe { if flavour.per_thread { driver::cuMemcpy3DPeer_ptds(copy) } else { driver::cuMemcpy3DPeer(copy) } }
-}
-
-/// Copies like `cuMemcpy2DAsync` or `cuMemcpy3DAsync` from one GPU to another.
-pub fn copy_3d_async(copy: &Copy3D, contexts: [CUcontext; 2], stream: CUstream) -> CUresult {
-    let copy = copy.between(contexts);
-    // SAFETY: the description and both contexts are the program's own.
-    unsafe { driver::cuMemcpy3DPeerAsync((&raw const copy).cast(), stream) }
-}
-
-/// Makes a call that copies between the host and memory of this context's GPU, with this context
-/// current. The copy runs after the earlier work of the program's default stream and before its later
-/// work.
-pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUresult) -> CUresult {
-    let stream = flavour.stream(CTX_DEFAULT_STREAM);
-    // SAFETY: a default stream is always valid.
-    let synchronise = || check(unsafe { driver::cuStreamSynchronize(stream) });
-    let copy = || {
-        synchronise()?;
-        with_current(context as usize, || check(call()).and_then(|()| synchronise()))?
+    let result = match way {
+        Way::Direct => return real(),
+        Way::Peers(contexts) => between(contexts),
+        Way::Owner(context) => as_owner(context, stream, again),
     };
-    captures::in_relaxed_mode(copy).err().unwrap_or(SUCCESS)
+    if result == SUCCESS && is_awaited {
+        // SAFETY: a default stream is always valid.
+        return captures::in_relaxed_mode(|| unsafe { driver::cuStreamSynchronize(stream) });
+    }
+    result
 }
 
-/// Makes a call like [`as_owner`], but in the order of a stream of another context. `call` receives
-/// a stream of `context`. The work in that stream runs after the earlier work of the program's
-/// stream and before its later work.
-pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CUstream) -> CUresult) -> CUresult {
+/// Makes a call that copies between the host and memory of this context's GPU, in the order of a stream of
+/// another context. `call` receives a stream of `context`. The work in that stream runs after the earlier
+/// work of the program's stream and before its later work.
+fn as_owner(context: CUcontext, stream: CUstream, call: impl FnOnce(CUstream) -> CUresult) -> CUresult {
     if captures::any() && captures::is_capturing(stream) {
         return call(stream); // our stream would join the capture and have to outlive it
     }

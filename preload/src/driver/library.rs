@@ -1,21 +1,17 @@
 //! A shared library that the program may have loaded, and its handle.
 
-use crate::sys::{c, elf};
-use core::{
-    ffi::{CStr, c_int, c_void},
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use crate::sys::{c, elf, once::Address};
+use core::ffi::{CStr, c_int, c_void};
 
 #[derive(Debug)]
 pub struct Library {
     name: &'static CStr,
-    /// 0 if unknown.
-    handle: AtomicUsize,
+    handle: Address,
 }
 
 impl Library {
     pub const fn new(name: &'static CStr) -> Self {
-        Self { name, handle: AtomicUsize::new(0) }
+        Self { name, handle: Address::new() }
     }
 
     /// Returns the handle if the program has loaded the library. The handle stays open, so the library is
@@ -30,17 +26,12 @@ impl Library {
     }
 
     fn open(&self, flag: c_int) -> Option<*mut c_void> {
-        let known = self.handle.load(Ordering::Acquire);
-        if known != 0 {
-            return Some(known as *mut c_void);
-        }
-        // SAFETY: the name is NUL-terminated, and the flags are valid.
-        let handle = unsafe { c::dlopen()?(self.name.as_ptr(), libc::RTLD_LAZY | flag) };
-        if handle.is_null() {
-            return None;
-        }
-        self.handle.store(handle as usize, Ordering::Release);
-        Some(handle)
+        let open = || {
+            // SAFETY: the name is NUL-terminated, and the flags are valid.
+            let handle = unsafe { c::dlopen()?(self.name.as_ptr(), libc::RTLD_LAZY | flag) };
+            (!handle.is_null()).then_some(handle as usize)
+        };
+        self.handle.get(open).map(|handle| handle as *mut c_void)
     }
 }
 

@@ -144,8 +144,8 @@ pub unsafe fn wait_while_locked(context: CUcontext) {
 /// a locked process too [H100, driver 580]. Returns `None` if the query fails.
 pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
     let mut uuid = [0; 16];
-    let mut ask = |function: &Function| {
-        let Some(function) = function.find() else { return false };
+    let mut ask = |name: &CStr| {
+        let Some(function) = export(name) else { return false };
         // SAFETY: the driver's exports of these names have this signature, and `uuid` outlives the call.
         let result = unsafe {
             core::mem::transmute::<usize, unsafe extern "C" fn(*mut [u8; 16], CUdevice) -> CUresult>(function)(
@@ -155,7 +155,7 @@ pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
         result == SUCCESS
     };
     // For a MIG slice, the newer function returns the UUID of the slice.
-    (ask(&address::cuDeviceGetUuid_v2) || ask(&address::cuDeviceGetUuid)).then_some(uuid)
+    (ask(c"cuDeviceGetUuid_v2") || ask(c"cuDeviceGetUuid")).then_some(uuid)
 }
 
 /// Declares functions of the driver that this library calls. `cuEventQuery(event: CUevent);` declares a
@@ -204,8 +204,6 @@ functions! {
     cuDeviceGetCount(count: *mut i32);
     cuDeviceGetAttribute(value: *mut i32, attribute: i32, device: CUdevice);
     cuDeviceGetName(name: *mut c_char, len: i32, device: CUdevice);
-    cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice);
-    cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut Size, device: CUdevice);
     cuDeviceCanAccessPeer(can: *mut i32, device: CUdevice, peer: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
@@ -261,11 +259,7 @@ functions! {
     cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, size: Size, stream: CUstream);
     cuMemcpy2DAsync_v2(copy: *const c_void, stream: CUstream);
     cuMemcpy3DAsync_v2(copy: *const c_void, stream: CUstream);
-    cuMemcpyPeer(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size);
-    cuMemcpyPeer_ptds(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size);
     cuMemcpyPeerAsync(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size, stream: CUstream);
-    cuMemcpy3DPeer(copy: *const c_void);
-    cuMemcpy3DPeer_ptds(copy: *const c_void);
     cuMemcpy3DPeerAsync(copy: *const c_void, stream: CUstream);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, size: Size, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, size: Size, stream: CUstream);

@@ -57,7 +57,7 @@ static STDERR: DescriptorRecord = DescriptorRecord::none();
 pub fn remember_stderr() {
     // SAFETY: the descriptor is borrowed for one call. The call returns an error if it is closed.
     let identity = Identity::of(unsafe { BorrowedFd::borrow_raw(2) });
-    STDERR.set(identity.map(|identity| (2, identity)));
+    identity.into_iter().for_each(|identity| STDERR.set(2, identity));
 }
 
 /// A line of text. Text beyond its room is lost.

@@ -29,12 +29,9 @@ impl Info {
 
     /// Queries the driver for the properties. Needs no context.
     pub fn learn(device: CUdevice) -> Self {
-        let (mut uuid, mut name, mut total) = ([0; 16], [0u8; 64], 0);
+        let (mut name, mut total) = ([0u8; 64], 0);
         // SAFETY: the buffers outlive the calls and have the stated sizes.
         unsafe {
-            if driver::cuDeviceGetUuid_v2(&mut uuid, device) != SUCCESS {
-                driver::cuDeviceGetUuid(&mut uuid, device);
-            }
             driver::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32 - 1, device);
             driver::cuDeviceTotalMem_v2(&mut total, device);
         }
@@ -51,7 +48,7 @@ impl Info {
         };
         let end = name.iter().position(|b| *b == 0).unwrap_or(0);
         let info = Self {
-            identity: Identity::new(Uuid(uuid)),
+            identity: Identity::new(Uuid(driver::uuid(device).unwrap_or_default())),
             name: Text::new(core::str::from_utf8(name.get(..end).unwrap_or(&[])).unwrap_or("")),
             total: total as u64,
             engine,

@@ -8,13 +8,10 @@ use crate::{
     env::trace::trace,
     gpu::Gpu,
     memory::{engine::GRANULE, slab},
-    sys::{
-        futex,
-        sync::{Mutex, Rank, await_client_thread},
-    },
+    sys::{futex, sync::await_client_thread},
 };
 use core::{
-    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     time::Duration,
 };
 use nvshare_wire::ClientMessage;
@@ -29,8 +26,8 @@ const SEND_RETRY: Duration = Duration::from_millis(2);
 pub struct LimitAnswers {
     /// Counts answers.
     count: AtomicU32,
-    /// The size of the latest refused limit in bytes, and the value of `count` at the refusal.
-    denied: Mutex<(u64, u32)>,
+    /// The size of the refused limit in bytes, if the latest answer is a refusal; otherwise 0.
+    denied: AtomicU64,
     /// Whether the scheduler has replied that its answer follows when other clients no longer need
     /// the memory.
     awaited: AtomicBool,
@@ -38,25 +35,23 @@ pub struct LimitAnswers {
 
 impl LimitAnswers {
     pub const fn new() -> Self {
-        Self {
-            count: AtomicU32::new(0),
-            denied: Mutex::new(Rank::DeniedLimit, (0, 0)),
-            awaited: AtomicBool::new(false),
-        }
+        Self { count: AtomicU32::new(0), denied: AtomicU64::new(0), awaited: AtomicBool::new(false) }
     }
 
     /// Called when a new limit has arrived, when the scheduler was replaced or its connection was lost, and when
     /// the client begins to run without a scheduler.
     pub fn on_change(&self) {
-        self.count.fetch_add(1, Ordering::SeqCst);
-        futex::wake_all(&self.count);
+        self.on_answer(0);
     }
 
     pub fn on_denial(&self, bytes: u64) {
-        let mut denied = self.denied.lock();
-        *denied = (bytes, self.count.fetch_add(1, Ordering::SeqCst).wrapping_add(1));
         self.awaited.store(false, Ordering::SeqCst);
-        drop(denied);
+        self.on_answer(bytes);
+    }
+
+    fn on_answer(&self, denied: u64) {
+        self.denied.store(denied, Ordering::SeqCst);
+        self.count.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.count);
     }
 
@@ -66,10 +61,11 @@ impl LimitAnswers {
         self.awaited.store(true, Ordering::SeqCst);
     }
 
-    /// Returns the size of the latest refused limit, if the refusal came after the count was `seen`.
+    /// Returns the size of the refused limit, if the latest answer is a refusal and came after the count was
+    /// `seen`. If another answer has followed already, the caller repeats its request.
     fn denial_since(&self, seen: u32) -> Option<u64> {
-        let (bytes, at) = *self.denied.lock();
-        (at.wrapping_sub(seen) as i32 > 0).then_some(bytes)
+        let is_new = self.count.load(Ordering::SeqCst) != seen;
+        Some(self.denied.load(Ordering::SeqCst)).filter(|bytes| is_new && *bytes != 0)
     }
 }
 

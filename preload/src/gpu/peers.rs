@@ -33,22 +33,14 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     if a.is_peer_of(b) {
         return;
     }
-    // Moves must end first: chunks in flight would be restored with their old access rights.
-    let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
-    [first, second].iter().for_each(|gpu| gpu.moving.lock().pause());
-    let mut movers = loop {
-        let mut movers = [(first, first.moving.lock()), (second, second.moving.lock_beside())];
-        let mut rest = true;
-        for (gpu, mover) in &mut movers {
-            rest &= gpu.space().is_none_or(|space| gpu.report_after(space, || mover.rest(space)));
+    // Moves must end first: chunks in flight would be restored with their old access rights. A paused mover
+    // starts no move.
+    [a, b].iter().for_each(|gpu| gpu.moving.lock().pause());
+    for (gpu, space) in [a, b].iter().filter_map(|gpu| Some((gpu, gpu.space()?))) {
+        while !gpu.report_after(space, || gpu.moving.lock().rest(space)) {
+            time::sleep(POLL_INTERVAL);
         }
-        if rest {
-            break movers;
-        }
-        drop(movers);
-        time::sleep(POLL_INTERVAL);
-    };
-    movers.iter_mut().for_each(|(_, mover)| mover.resume());
+    }
     let together =
         [a, b].iter().flat_map(|gpu| gpu.peers()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
     for gpu in gpu::in_use().filter(|g| together >> g.index & 1 == 1) {
@@ -58,6 +50,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     trace!("GPUs {} and {} can access each other's memory", a.index, b.index);
     reach(a, b);
     reach(b, a);
+    [a, b].iter().for_each(|gpu| gpu.moving.lock().resume());
     connection::wake();
 }
 

@@ -4,7 +4,7 @@
 use crate::{
     calls::access::{bytes, copy_along},
     copies::{
-        route::{Side, Way, contexts, many, route},
+        route::{Side, contexts, many, route},
         shapes::{BatchCopy3D, Copy2D, Copy3D},
         stage,
     },
@@ -21,71 +21,104 @@ type Ends = [CUdeviceptr; 2];
 /// A placeholder for an address in host memory.
 const HOST: CUdeviceptr = 0;
 
-/// Copies in the default stream.
+/// Makes a copy in stream order, or in the default stream if `stream` is `None`. In the default stream, the copy
+/// is done on return. `between` makes the copy in a stream, between the contexts of destination and source.
+/// `again` makes the same copy in another stream.
 #[inline]
-fn copy(flavour: Flavour, ends: Ends, n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let stream = flavour.stream(CTX_DEFAULT_STREAM);
-    let route = route(stream, ends.map(Side::Address));
-    copy_along(route, stream, bytes(n), || match route.way {
-        Way::Direct => real(),
-        Way::Peers(contexts) => stage::linear(flavour, ends, n, contexts),
-        Way::Owner(context) => stage::as_owner(context, flavour, real),
-    })
+fn copy(
+    (flavour, stream): (Flavour, Option<CUstream>),
+    (sides, weight): ([Side; 2], u32),
+    real: impl FnOnce() -> CUresult,
+    between: impl FnOnce([CUcontext; 2], CUstream) -> CUresult,
+    again: impl FnOnce(CUstream) -> CUresult,
+) -> CUresult {
+    let (is_awaited, stream) = (stream.is_none(), flavour.stream(stream.unwrap_or(CTX_DEFAULT_STREAM)));
+    let route = route(stream, sides);
+    let between = |contexts| between(contexts, stream);
+    copy_along(route, stream, weight, || stage::copy(route.way, stream, is_awaited, real, between, again))
 }
 
-/// Copies in stream order. `again` makes the same copy in another stream.
+/// Copies `n` bytes.
 #[inline]
-fn copy_async(
-    stream: CUstream,
-    ends: Ends,
+fn copy_bytes(
+    order: (Flavour, Option<CUstream>),
+    [to, from]: Ends,
     n: Size,
     real: impl FnOnce() -> CUresult,
     again: impl FnOnce(CUstream) -> CUresult,
 ) -> CUresult {
-    let route = route(stream, ends.map(Side::Address));
-    copy_along(route, stream, bytes(n), || match route.way {
-        Way::Direct => real(),
-        Way::Peers(contexts) => stage::linear_async(ends, n, contexts, stream),
-        Way::Owner(context) => stage::as_owner_async(context, stream, again),
-    })
+    // SAFETY: the arguments and both contexts are the program's own.
+    let between =
+        |[there, here]: [_; 2], stream| unsafe { driver::cuMemcpyPeerAsync(to, there, from, here, n, stream) };
+    copy(order, ([to, from].map(Side::Address), bytes(n)), real, between, again)
 }
 
-/// Makes a two- or three-dimensional copy in the default stream. If the description is NULL, the driver
-/// reports the error.
+/// Makes a two- or three-dimensional copy. If the description is NULL, the driver reports the error.
 #[inline]
-fn copy_3d(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Some(copy) = copy else { return real() };
-    let stream = flavour.stream(CTX_DEFAULT_STREAM);
-    let route = route(stream, copy.sides());
-    copy_along(route, stream, ONE, || match route.way {
-        Way::Direct => real(),
-        Way::Peers(contexts) => stage::copy_3d(flavour, &copy, contexts),
-        Way::Owner(context) => stage::as_owner(context, flavour, real),
-    })
-}
-
-/// Makes a two- or three-dimensional copy in stream order.
-#[inline]
-fn copy_3d_async(
-    stream: CUstream,
-    copy: Option<Copy3D>,
+fn copy_3d(
+    order: (Flavour, Option<CUstream>),
+    description: Option<Copy3D>,
     real: impl FnOnce() -> CUresult,
     again: impl FnOnce(CUstream) -> CUresult,
 ) -> CUresult {
-    let Some(copy) = copy else { return real() };
-    let route = route(stream, copy.sides());
-    copy_along(route, stream, ONE, || match route.way {
-        Way::Direct => real(),
-        Way::Peers(contexts) => stage::copy_3d_async(&copy, contexts, stream),
-        Way::Owner(context) => stage::as_owner_async(context, stream, again),
-    })
+    let Some(description) = description else { return real() };
+    let between = |contexts, stream| {
+        let description = description.between(contexts);
+        // SAFETY: the description and both contexts are the program's own.
+        unsafe { driver::cuMemcpy3DPeerAsync((&raw const description).cast(), stream) }
+    };
+    copy(order, (description.sides(), ONE), real, between, again)
 }
 
-/// Copies to or from an array in the default stream.
+/// Makes a call that copies between many sides.
 #[inline]
-fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let stream = flavour.stream(CTX_DEFAULT_STREAM);
-    copy_along(many(stream, || sides.into_iter()), stream, bytes(n), real)
+fn sides<I: Iterator<Item = Side>>(
+    stream: CUstream,
+    weight: u32,
+    sides: impl FnOnce() -> I,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    copy_along(many(stream, sides), stream, weight, real)
+}
+
+/// Makes a call that copies between contexts.
+#[inline]
+fn peers(
+    stream: CUstream,
+    weight: u32,
+    named: impl FnOnce() -> Option<[CUcontext; 2]>,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    copy_along(contexts(stream, named), stream, weight, real)
+}
+
+// The driver rejects or accepts the arguments of these copies as in the program's own call.
+
+fn memcpy(to: CUdeviceptr, from: CUdeviceptr, n: Size) -> impl FnOnce(CUstream) -> CUresult {
+    // SAFETY: the arguments are the program's own.
+    move |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) }
+}
+
+fn to_gpu(to: CUdeviceptr, from: P, n: Size) -> impl FnOnce(CUstream) -> CUresult {
+    // SAFETY: the arguments are the program's own.
+    move |stream| unsafe { driver::cuMemcpyHtoDAsync_v2(to, from, n, stream) }
+}
+
+fn to_host(to: P, from: CUdeviceptr, n: Size) -> impl FnOnce(CUstream) -> CUresult {
+    // SAFETY: the arguments are the program's own.
+    move |stream| unsafe { driver::cuMemcpyDtoHAsync_v2(to, from, n, stream) }
+}
+
+fn rows(copy: Option<&Copy2D>) -> impl FnOnce(CUstream) -> CUresult {
+    let copy = address(copy);
+    // SAFETY: the description is the program's own.
+    move |stream| unsafe { driver::cuMemcpy2DAsync_v2(copy, stream) }
+}
+
+fn layers(copy: Option<&Copy3D>) -> impl FnOnce(CUstream) -> CUresult {
+    let copy = address(copy);
+    // SAFETY: the description is the program's own.
+    move |stream| unsafe { driver::cuMemcpy3DAsync_v2(copy, stream) }
 }
 
 /// Returns the address of a program's description of a copy.
@@ -114,128 +147,104 @@ unsafe fn sides_of_list(list: *const BatchCopy3D, count: Size) -> impl Iterator<
 }
 
 hooks! { always real, flavour;
-    [cuMemcpy | cuMemcpy_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) { copy(flavour, [to, from], n, real) }
-    [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) { copy(flavour, [to, HOST], n, real) }
-    [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) { copy(flavour, [HOST, from], n, real) }
-    [cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
-        copy(flavour, [to, from], n, real)
+    [cuMemcpy | cuMemcpy_ptds | cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
+        copy_bytes((flavour, None), [to, from], n, real, memcpy(to, from, n))
     }
-    [cuMemcpyAsync | cuMemcpyAsync_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
-        let again = |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) };
-        copy_async(flavour.stream(stream), [to, from], n, real, again)
+    [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) {
+        copy_bytes((flavour, None), [to, HOST], n, real, to_gpu(to, from, n))
     }
+    [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) {
+        copy_bytes((flavour, None), [HOST, from], n, real, to_host(to, from, n))
+    }
+    [cuMemcpyAsync | cuMemcpyAsync_ptsz | cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz] (
+        to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream,
+    ) { copy_bytes((flavour, Some(stream)), [to, from], n, real, memcpy(to, from, n)) }
     [cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz] (to: CUdeviceptr, from: P, n: Size, stream: CUstream) {
-        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
-        let again = |stream| unsafe { driver::cuMemcpyHtoDAsync_v2(to, from, n, stream) };
-        copy_async(flavour.stream(stream), [to, HOST], n, real, again)
+        copy_bytes((flavour, Some(stream)), [to, HOST], n, real, to_gpu(to, from, n))
     }
     [cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz] (to: P, from: CUdeviceptr, n: Size, stream: CUstream) {
-        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
-        let again = |stream| unsafe { driver::cuMemcpyDtoHAsync_v2(to, from, n, stream) };
-        copy_async(flavour.stream(stream), [HOST, from], n, real, again)
-    }
-    [cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
-        let again = |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) };
-        copy_async(flavour.stream(stream), [to, from], n, real, again)
+        copy_bytes((flavour, Some(stream)), [HOST, from], n, real, to_host(to, from, n))
     }
 
     // ---- rows and layers ----
     [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: Option<&Copy2D>) {
-        copy_3d(flavour, copy.map(Copy3D::from), real)
+        copy_3d((flavour, None), copy.map(Copy3D::from), real, rows(copy))
     }
-    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: Option<&Copy3D>) { copy_3d(flavour, copy.copied(), real) }
+    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: Option<&Copy3D>) {
+        copy_3d((flavour, None), copy.copied(), real, layers(copy))
+    }
     [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: Option<&Copy2D>, stream: CUstream) {
-        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
-        let again = |stream| unsafe { driver::cuMemcpy2DAsync_v2(address(copy), stream) };
-        copy_3d_async(flavour.stream(stream), copy.map(Copy3D::from), real, again)
+        copy_3d((flavour, Some(stream)), copy.map(Copy3D::from), real, rows(copy))
     }
     [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: Option<&Copy3D>, stream: CUstream) {
-        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
-        let again = |stream| unsafe { driver::cuMemcpy3DAsync_v2(address(copy), stream) };
-        copy_3d_async(flavour.stream(stream), copy.copied(), real, again)
+        copy_3d((flavour, Some(stream)), copy.copied(), real, layers(copy))
     }
 
     // ---- between contexts ----
     [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
-        let stream = flavour.stream(CTX_DEFAULT_STREAM);
-        copy_along(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
+        peers(flavour.stream(CTX_DEFAULT_STREAM), bytes(n), || Some([to_context, from_context]), real)
     }
     [cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz] (
         to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size, stream: CUstream,
-    ) {
-        let stream = flavour.stream(stream);
-        copy_along(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
-    }
+    ) { peers(flavour.stream(stream), bytes(n), || Some([to_context, from_context]), real) }
     [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: Option<&Copy3D>) {
-        let stream = flavour.stream(CTX_DEFAULT_STREAM);
-        copy_along(contexts(stream, || copy.map(Copy3D::contexts)), stream, ONE, real)
+        peers(flavour.stream(CTX_DEFAULT_STREAM), ONE, || copy.map(Copy3D::contexts), real)
     }
     [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: Option<&Copy3D>, stream: CUstream) {
-        let stream = flavour.stream(stream);
-        copy_along(contexts(stream, || copy.map(Copy3D::contexts)), stream, ONE, real)
+        peers(flavour.stream(stream), ONE, || copy.map(Copy3D::contexts), real)
     }
 
     // ---- arrays ----
     [cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds] (to: CUarray, at: Size, from: CUdeviceptr, n: Size) {
-        by_array(flavour, [Side::Array(to), Side::Address(from)], n, real)
+        let sides_of = || [Side::Array(to), Side::Address(from)].into_iter();
+        sides(flavour.stream(CTX_DEFAULT_STREAM), bytes(n), sides_of, real)
     }
     [cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds] (to: CUdeviceptr, from: CUarray, at: Size, n: Size) {
-        by_array(flavour, [Side::Address(to), Side::Array(from)], n, real)
+        let sides_of = || [Side::Address(to), Side::Array(from)].into_iter();
+        sides(flavour.stream(CTX_DEFAULT_STREAM), bytes(n), sides_of, real)
     }
     [cuMemcpyHtoA_v2 | cuMemcpyHtoA_v2_ptds] (to: CUarray, at: Size, from: P, n: Size) {
-        by_array(flavour, [Side::Array(to), Side::Host], n, real)
+        sides(flavour.stream(CTX_DEFAULT_STREAM), bytes(n), || [Side::Array(to)].into_iter(), real)
     }
     [cuMemcpyAtoH_v2 | cuMemcpyAtoH_v2_ptds] (to: P, from: CUarray, at: Size, n: Size) {
-        by_array(flavour, [Side::Host, Side::Array(from)], n, real)
+        sides(flavour.stream(CTX_DEFAULT_STREAM), bytes(n), || [Side::Array(from)].into_iter(), real)
     }
     [cuMemcpyAtoA_v2 | cuMemcpyAtoA_v2_ptds] (to: CUarray, at: Size, from: CUarray, from_at: Size, n: Size) {
-        by_array(flavour, [Side::Array(to), Side::Array(from)], n, real)
+        sides(flavour.stream(CTX_DEFAULT_STREAM), bytes(n), || [to, from].map(Side::Array).into_iter(), real)
     }
     [cuMemcpyHtoAAsync_v2 | cuMemcpyHtoAAsync_v2_ptsz] (to: CUarray, at: Size, from: P, n: Size, stream: CUstream) {
-        let stream = flavour.stream(stream);
-        copy_along(many(stream, || [Side::Array(to)].into_iter()), stream, bytes(n), real)
+        sides(flavour.stream(stream), bytes(n), || [Side::Array(to)].into_iter(), real)
     }
     [cuMemcpyAtoHAsync_v2 | cuMemcpyAtoHAsync_v2_ptsz] (to: P, from: CUarray, at: Size, n: Size, stream: CUstream) {
-        let stream = flavour.stream(stream);
-        copy_along(many(stream, || [Side::Array(from)].into_iter()), stream, bytes(n), real)
+        sides(flavour.stream(stream), bytes(n), || [Side::Array(from)].into_iter(), real)
     }
 
     // ---- batches, and copies with attributes ----
     [cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, failed: P, stream: CUstream,
     ) {
-        let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { sides_of_arrays(to, from, count) }), stream, GRAPH, real)
+        sides(flavour.stream(stream), GRAPH, || unsafe { sides_of_arrays(to, from, count) }, real)
     }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
     ) {
-        let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { sides_of_arrays(to, from, count) }), stream, GRAPH, real)
+        sides(flavour.stream(stream), GRAPH, || unsafe { sides_of_arrays(to, from, count) }, real)
     }
     [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: *const BatchCopy3D, failed: P, flags: u64, stream: CUstream) {
-        let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { sides_of_list(list, n) }), stream, GRAPH, real)
+        sides(flavour.stream(stream), GRAPH, || unsafe { sides_of_list(list, n) }, real)
     }
     [cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz] (n: Size, list: *const BatchCopy3D, flags: u64, stream: CUstream) {
-        let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { sides_of_list(list, n) }), stream, GRAPH, real)
+        sides(flavour.stream(stream), GRAPH, || unsafe { sides_of_list(list, n) }, real)
     }
     [cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz] (
         to: CUdeviceptr, from: CUdeviceptr, n: Size, attributes: P, stream: CUstream,
-    ) {
-        let stream = flavour.stream(stream);
-        copy_along(many(stream, || [to, from].map(Side::Address).into_iter()), stream, bytes(n), real)
-    }
+    ) { sides(flavour.stream(stream), bytes(n), || [to, from].map(Side::Address).into_iter(), real) }
     [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: Option<&BatchCopy3D>, flags: u64, stream: CUstream) {
-        let stream = flavour.stream(stream);
-        copy_along(many(stream, || copy.map(BatchCopy3D::sides).into_iter().flatten()), stream, ONE, real)
+        sides(flavour.stream(stream), ONE, || copy.map(BatchCopy3D::sides).into_iter().flatten(), real)
     }
     [cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
         enqueue(flavour.stream(stream), GRAPH, real)

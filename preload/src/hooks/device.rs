@@ -15,21 +15,16 @@ use nvshare_wire::scheduler::FABRIC_HANDLES;
 /// other hosts. The scheduler has asked NVML whether such a fabric exists; without a scheduler, the
 /// answer is the driver's.
 fn without_fabric(attribute: i32, device: CUdevice, value: i32) -> i32 {
-    let is_asked = match attribute {
-        DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED => value != 0,
-        DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES => value & MEM_HANDLE_TYPE_FABRIC != 0,
-        _ => false,
+    let without = match attribute {
+        DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED => 0,
+        DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES => value & !MEM_HANDLE_TYPE_FABRIC,
+        _ => return value,
     };
-    if !is_asked || !connection::is_connected() {
-        return value;
-    }
-    match gpu::find_managed(device).and_then(Gpu::uuid) {
-        Some(uuid) if !rules::permits(uuid, FABRIC_HANDLES) => match attribute {
-            DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED => 0,
-            _ => value & !MEM_HANDLE_TYPE_FABRIC,
-        },
-        _ => value,
-    }
+    let uuid = || gpu::find_managed(device).and_then(Gpu::uuid);
+    let is_withheld = value != without
+        && connection::is_connected()
+        && uuid().is_some_and(|uuid| !rules::permits(uuid, FABRIC_HANDLES));
+    if is_withheld { without } else { value }
 }
 
 hooks! { real, flavour;

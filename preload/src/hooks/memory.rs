@@ -72,24 +72,7 @@ hooks! { real, flavour;
         if asks_for(pointer_attribute::P2P_TOKENS) {
             let _ = export::escape_around(address, || SUCCESS, |_| SUCCESS);
         }
-        let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
-            return address_query::attributes(n, which, data, address, real);
-        };
-        // The driver answers first, because only it knows some attributes. It does not know addresses that are
-        // not mapped. Like the driver, this hook returns no error for an attribute that an address does not
-        // have.
-        let result = real();
-        if result != SUCCESS {
-            return result;
-        }
-        for i in 0..n as usize {
-            // SAFETY: `which` and `data` are the program's own arrays of `n` entries.
-            unsafe {
-                let (which, data) = (*which.add(i), *data.add(i));
-                address_query::write_own(data, which, address, gpu, &allocation);
-            }
-        }
-        SUCCESS
+        address_query::attributes(n, which, data, address, real)
     }
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
         // SYNC_MEMOPS is the only attribute that can be set. It announces that another device will access the

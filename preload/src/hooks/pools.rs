@@ -110,35 +110,22 @@ enum Freed {
 
 fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
     let name = name_of(stream);
-    let several = gpu::are_several();
-    for gpu in gpu::in_use() {
-        let Some(space) = gpu.space() else { continue };
-        let mut guard = space.lock();
-        if !guard.is_of_pool(address) {
-            continue;
-        }
-        let Some(name) = name else { return Freed::Impossible };
-        // If the stream belongs to another GPU, the block is reusable only when all work of both GPUs is done.
-        let other = if several {
-            drop(guard);
-            let other = gpu::of_stream(stream).filter(|other| other.index != gpu.index);
-            if let Some(other) = other {
-                couple(gpu, other);
-            }
-            guard = space.lock();
-            other
-        } else {
-            None
-        };
-        if !guard.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
-            return Freed::NotOurs; // another thread has freed it first
-        }
-        if guard.pools.has_dying() {
-            connection::wake();
-        }
-        return Freed::Done;
+    let mut spaces = gpu::in_use().filter_map(|gpu| Some((gpu, gpu.space()?)));
+    let Some((gpu, space)) = spaces.find(|(_, space)| space.lock().is_of_pool(address)) else { return Freed::NotOurs };
+    let Some(name) = name else { return Freed::Impossible };
+    // If the stream belongs to another GPU, the block is reusable only when all work of both GPUs is done.
+    let other = if gpu::are_several() { gpu::of_stream(stream) } else { None }.filter(|other| other.index != gpu.index);
+    if let Some(other) = other {
+        couple(gpu, other);
     }
-    Freed::NotOurs
+    let mut space = space.lock();
+    if !space.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
+        return Freed::NotOurs; // another thread has freed it first
+    }
+    if space.pools.has_dying() {
+        connection::wake();
+    }
+    Freed::Done
 }
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
@@ -270,13 +257,9 @@ fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
     if !settings::get().movable_pools {
         return real();
     }
-    let taken = pools::take(pool as u64);
-    let result = real();
-    if result != SUCCESS {
-        taken.restore();
-    }
+    pools::on_destroy(pool as u64);
     connection::wake(); // the client's thread frees memory that work still uses
-    result
+    real()
 }
 
 hooks! { real, flavour;

@@ -116,10 +116,7 @@ extern "C" fn target_of_dlsym(handle: *mut c_void, name: *const c_char) -> usize
             return dlsym_of_nvml as *const () as usize;
         }
     }
-    match c::REAL_DLSYM.load(Ordering::Relaxed) {
-        0 => c::find_real_dlsym(),
-        real => real,
-    }
+    c::next_dlsym()
 }
 
 /// Returns the function that makes this call of `dlopen`, or 0 if there is none.
@@ -128,10 +125,7 @@ extern "C" fn target_of_dlopen(_file: *const c_char, flags: c_int) -> usize {
     if flags & libc::RTLD_DEEPBIND != 0 {
         deepbind::on_open(dlsym as *const () as usize);
     }
-    match c::REAL_DLOPEN.load(Ordering::Relaxed) {
-        0 => c::find_real_dlopen(),
-        real => real,
-    }
+    c::next_dlopen()
 }
 
 /// Checks whether a library opened with `RTLD_DEEPBIND` has loaded the driver, and looks for NCCL.

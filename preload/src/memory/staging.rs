@@ -153,8 +153,13 @@ impl Buffer {
     /// Marks the buffer as unregistered if it was registered in this context, which no longer exists.
     pub fn forget_context(&mut self, context: usize) {
         if self.registered == context {
-            self.registered = 0;
+            self.forget_registration();
         }
+    }
+
+    /// Marks the buffer as unregistered, because the context in which it was registered no longer exists.
+    pub fn forget_registration(&mut self) {
+        self.registered = 0;
     }
 
     pub fn address(&self) -> *mut c_void {

@@ -1,15 +1,14 @@
-//! Driver calls that may wait for running work: unregistering host buffers, and loading the fingerprint
-//! kernel. One thread per GPU makes these calls. The thread holds no lock, and ends when no calls are
-//! left.
+//! Unregistering host buffers. The driver may wait for running work in this call. One thread per GPU makes the
+//! calls. The thread holds no lock, and ends when no calls are left.
 //!
-//! The thread makes a call only after an event shows that all earlier work of the call's context is done.
+//! The thread makes a call only after events show that all earlier work of the GPU's contexts is done.
 //! Otherwise the driver might wait for work that ends only after the program's next call, and the driver
 //! might block that call too.
 
-use super::{file::HostCopy, fingerprint::Fingerprinter};
+use super::file::HostCopy;
 use crate::{
     connection,
-    submit::{Passing, Work, captures, threads},
+    submit::{Work, captures, threads},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
@@ -19,12 +18,12 @@ use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
 use core::time::Duration;
 
 /// The interval between polls of the awaited work. The interval doubles, up to
-/// `LONGEST_RETRY_INTERVAL`, until a job finishes: a kernel may run until its program ends.
+/// `LONGEST_RETRY_INTERVAL`: a kernel may run until its program ends.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
-/// How long a context's work counts as done after it was found done. Jobs may then wait for later
-/// work, but a program never queues more GPU time than this.
+/// How long work counts as done after it was found done. Jobs may then wait for later work, but a program
+/// never queues more GPU time than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -44,17 +43,10 @@ struct WaiterState {
     /// Bytes of buffers that have been freed.
     freed: u64,
     returned: Vec<(Place, HostCopy)>,
-    /// `None` if fingerprints cannot be computed.
-    loaded: Vec<(usize, Option<Fingerprinter>)>,
 }
 
-#[derive(Debug)]
-enum Job {
-    /// Unregisters a buffer. The buffer is then returned to the given chunk, or freed if there is none.
-    Unregister(HostCopy, Option<Place>),
-    /// Loads the fingerprint kernel into this context.
-    Load(usize),
-}
+/// A buffer to be unregistered. It is then returned to the given chunk, or freed if there is none.
+type Job = (HostCopy, Option<Place>);
 
 /// The chunk to which a copy belongs.
 #[derive(Debug, Clone, Copy)]
@@ -86,30 +78,8 @@ impl Waiter {
     /// Queues the unregistering of a copy's buffer. The copy then returns to `back_to`, or is freed if that
     /// is `None`.
     pub fn unregister(&self, copy: HostCopy, back_to: Option<Place>) {
-        self.0.state.lock().jobs.push_back(Job::Unregister(copy, back_to));
+        self.0.state.lock().jobs.push_back((copy, back_to));
         self.start();
-    }
-
-    /// Queues the loading of the fingerprint kernel into this context, unless the thread is running or the
-    /// job is already queued.
-    pub fn load(&self, context: usize) {
-        {
-            let mut state = self.0.state.lock();
-            // While a job is in progress, it is not in `jobs`. The running thread may be loading this kernel.
-            if state.is_running || state.jobs.iter().any(|job| matches!(job, Job::Load(other) if *other == context)) {
-                return;
-            }
-            state.jobs.push_back(Job::Load(context));
-        }
-        self.start();
-    }
-
-    /// Returns the outcome of [`load`](Self::load), or `None` while it is pending. The inner `None` means
-    /// that fingerprints cannot be computed.
-    pub fn take_loaded(&self, context: usize) -> Option<Option<Fingerprinter>> {
-        let mut state = self.0.state.lock();
-        let at = state.loaded.iter().position(|(other, _)| *other == context)?;
-        Some(state.loaded.swap_remove(at).1)
     }
 
     /// Starts the thread if jobs are queued and the thread is not running.
@@ -137,21 +107,12 @@ impl Waiter {
         let mut state = self.0.state.lock();
         Finished { freed: core::mem::take(&mut state.freed), returned: core::mem::take(&mut state.returned) }
     }
-
-    /// Discards the kernel that was loaded into a context that no longer exists. Queued jobs detect the
-    /// missing context themselves.
-    pub fn forget_context(&self, context: usize) {
-        let of_context = |(other, _): &mut (usize, _)| *other == context;
-        let loaded: Vec<_> = self.0.state.lock().loaded.extract_if(.., of_context).collect();
-        loaded.into_iter().filter_map(|(_, loaded)| loaded).for_each(|loaded| loaded.forget_context(context));
-    }
 }
 
 impl Queue {
     fn run(&self) {
         captures::relax_thread();
-        let mut passing = Vec::new();
-        let mut retry = RETRY_INTERVAL;
+        let mut passed_at = None;
         loop {
             let job = {
                 let mut state = self.state.lock();
@@ -161,82 +122,53 @@ impl Queue {
                 };
                 job
             };
-            match self.carry_out(job, &mut passing) {
-                None => {
-                    retry = RETRY_INTERVAL;
-                    connection::wake();
-                }
-                Some(job) => {
-                    self.state.lock().jobs.push_back(job);
-                    time::sleep(retry);
-                    retry = LONGEST_RETRY_INTERVAL.min(retry * 2);
-                }
+            if self.context_of(&job.0).is_some() && passed_at.is_none_or(|at: Instant| at.elapsed() >= PASSED_FOR) {
+                self.await_work();
+                passed_at = Some(Instant::now());
             }
+            if let Some(job) = self.carry_out(job) {
+                self.state.lock().jobs.push_back(job);
+                time::sleep(RETRY_INTERVAL);
+            }
+            connection::wake();
         }
         connection::wake();
     }
 
-    /// Carries out a job. Returns the job if it has to wait.
-    fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Option<Job> {
-        match job {
-            Job::Unregister(mut copy, back_to) => {
-                // A registration ends when its context is destroyed.
-                copy.buffer.registration().filter(|context| !self.work.knows(*context)).inspect(|context| {
-                    copy.buffer.forget_context(*context);
-                });
-                if let Some(context) = copy.buffer.registration() {
-                    let has_passed = self.has_passed(context, passing);
-                    if !has_passed || self.work.enter(context, || copy.buffer.unregister()).is_none() {
-                        return Some(Job::Unregister(copy, back_to));
-                    }
-                }
-                match back_to {
-                    Some(place) => self.state.lock().returned.push((place, copy)),
-                    None => {
-                        let len = copy.buffer.len();
-                        drop(copy); // before locking, because unmapping takes long
-                        self.state.lock().freed += len;
-                    }
-                }
+    /// The context in which a copy's buffer is registered, unless the context no longer exists.
+    fn context_of(&self, copy: &HostCopy) -> Option<usize> {
+        copy.buffer.registration().filter(|context| self.work.knows(*context))
+    }
+
+    /// Waits for the work that is running now.
+    fn await_work(&self) {
+        let (mut fence, mut retry) = (None, RETRY_INTERVAL);
+        while !self.work.has_ended(&mut fence, || self.work.fence_for_waiting()) {
+            time::sleep(retry);
+            retry = LONGEST_RETRY_INTERVAL.min(retry * 2);
+        }
+    }
+
+    /// Carries out a job. Returns the job if the buffer's context is being destroyed.
+    fn carry_out(&self, (mut copy, back_to): Job) -> Option<Job> {
+        match self.context_of(&copy) {
+            Some(context) if self.work.enter(context, || copy.buffer.unregister()).is_none() => {
+                return Some((copy, back_to));
             }
-            Job::Load(context) => {
-                let load = || {
-                    let loaded = Fingerprinter::new(context).ok();
-                    // The kernel is stored before the thread leaves the context, so that the
-                    // context cannot be destroyed earlier.
-                    self.state.lock().loaded.push((context, loaded));
-                };
-                let has_passed = self.has_passed(context, passing);
-                if (!has_passed || self.work.enter(context, load).is_none()) && self.work.knows(context) {
-                    return Some(Job::Load(context));
-                }
+            Some(_) => {}
+            // A registration ends when its context is destroyed.
+            None => copy.buffer.forget_registration(),
+        }
+        match back_to {
+            Some(place) => self.state.lock().returned.push((place, copy)),
+            None => {
+                let len = copy.buffer.len();
+                drop(copy); // before locking, because unmapping takes long
+                self.state.lock().freed += len;
             }
         }
         None
     }
-
-    /// Whether this context has finished the work that was submitted before the first query.
-    fn has_passed(&self, context: usize, passing: &mut Vec<InContext>) -> bool {
-        passing.retain(|other| other.passed_at.is_none_or(|at| at.elapsed() < PASSED_FOR));
-        let known = passing.iter().position(|other| other.context == context);
-        let at = known.unwrap_or_else(|| {
-            passing.push(InContext { context, passing: Passing::default(), passed_at: None });
-            passing.len() - 1
-        });
-        let Some(in_context) = passing.get_mut(at) else { return false };
-        if in_context.passed_at.is_none() && self.work.has_passed(context, &mut in_context.passing) {
-            in_context.passed_at = Some(Instant::now());
-        }
-        in_context.passed_at.is_some()
-    }
-}
-
-/// The work that jobs wait for, in one context.
-#[derive(Debug)]
-struct InContext {
-    context: usize,
-    passing: Passing,
-    passed_at: Option<Instant>,
 }
 
 #[cfg(test)]
@@ -320,41 +252,5 @@ mod tests {
         assert!(waiter.is_busy(), "the context may stay");
         work.end_of_destroying(context, true, SUCCESS);
         assert_eq!((finished(&waiter).freed, driver.count(UNREGISTER)), (GRANULE, 0));
-    }
-
-    #[test]
-    fn the_fingerprint_kernel_is_loaded_once_and_without_locks() {
-        let driver = Driver::new();
-        driver.add_kernel();
-        let (work, context) = fake::new(&driver);
-        let waiter = Waiter::new(work);
-        let handle = context as usize;
-        driver.block("cuModuleLoadData");
-        waiter.load(handle);
-        driver.wait_for_calls("cuModuleLoadData", 1);
-        waiter.load(handle);
-        assert!(waiter.take_loaded(handle).is_none());
-        driver.unblock("cuModuleLoadData");
-        until(|| !waiter.is_busy());
-        let loaded = waiter.take_loaded(handle).expect("an outcome").expect("a kernel");
-        loaded.forget_context(handle);
-        assert!(waiter.take_loaded(handle).is_none());
-        for call in ["cuModuleLoadData", "cuFuncLoad"] {
-            assert_eq!((driver.count(call), driver.was_any_lock_held(call)), (1, false), "{call}");
-        }
-    }
-
-    #[test]
-    fn a_kernel_that_cannot_be_loaded_is_not_awaited() {
-        let driver = Driver::new();
-        let (work, context) = fake::new(&driver);
-        let waiter = Waiter::new(work);
-        waiter.load(context as usize);
-        until(|| !waiter.is_busy());
-        assert!(matches!(waiter.take_loaded(context as usize), Some(None)));
-        // The job ends without an outcome if its context does not exist.
-        waiter.load(77);
-        until(|| !waiter.is_busy());
-        assert!(waiter.take_loaded(77).is_none());
     }
 }

@@ -12,13 +12,12 @@ use crate::{
         hook::c_name,
         library::{self, Library},
     },
-    sys::{c, pad::pad_and_jump},
+    sys::{c, once::Address, pad::pad_and_jump},
 };
 use alloc::vec::Vec;
 use core::{
     ffi::{CStr, c_char, c_void},
     mem::transmute,
-    sync::atomic::{AtomicUsize, Ordering},
 };
 use memory::{Memory, Memory2};
 use nvshare_wire::Uuid;
@@ -39,12 +38,12 @@ static LIBRARY: Library = Library::new(c"libnvidia-ml.so.1");
 #[derive(Debug)]
 struct Function {
     name: &'static CStr,
-    address: AtomicUsize,
+    address: Address,
 }
 
 impl Function {
     const fn new(name: &'static CStr) -> Self {
-        Self { name, address: AtomicUsize::new(0) }
+        Self { name, address: Address::new() }
     }
 
     /// Returns the address to call. Without NVML, another library may define the name, for example a
@@ -57,13 +56,7 @@ impl Function {
     }
 
     fn of_nvml(&self) -> Option<usize> {
-        let known = self.address.load(Ordering::Relaxed);
-        if known != 0 {
-            return Some(known);
-        }
-        let address = library::export(LIBRARY.handle_if_loaded()?, self.name)?;
-        self.address.store(address, Ordering::Relaxed);
-        Some(address)
+        self.address.get(|| library::export(LIBRARY.handle_if_loaded()?, self.name))
     }
 }
 

@@ -31,10 +31,8 @@ const REPEAT: Duration = Duration::from_secs(3);
 const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of threads that can wait at the same time. Further calls do not wait.
 const MOST: usize = 64;
-/// Marks the ticket of a thread that may continue.
-const DONE: u32 = 1 << 31;
 
-/// The tickets of the waiting threads; 0: the place is free.
+/// The tickets of the waiting threads; 0: the place is free, or its thread may continue.
 static WAITING: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
 
 /// Tells the scheduler that this program has changed another process. Waits until the scheduler knows:
@@ -54,10 +52,10 @@ fn is_answered() -> bool {
     submit::is_active() && connection::is_expected()
 }
 
-/// Returns a ticket that was not used lately. It is neither 0 nor marked as `DONE`.
+/// Returns a ticket that was not used lately, and is not 0.
 fn new_ticket() -> u32 {
-    static TICKETS: AtomicU32 = AtomicU32::new(0);
-    TICKETS.fetch_add(1, Ordering::Relaxed) % (DONE - 1) + 1
+    static TICKETS: AtomicU32 = AtomicU32::new(1);
+    TICKETS.fetch_add(2, Ordering::Relaxed)
 }
 
 fn say(pid: i32, step: CheckpointStep, most: Duration) {
@@ -98,7 +96,8 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
         }
         futex::wait(place, ticket, LOOK);
     }
-    place.store(0, Ordering::SeqCst);
+    // After the answer, the place may belong to another thread.
+    let _ = place.compare_exchange(ticket, 0, Ordering::SeqCst, Ordering::SeqCst);
 }
 
 /// Whether any thread waits for an answer.
@@ -108,8 +107,7 @@ pub fn is_any_waiting() -> bool {
 
 /// Handles the scheduler's answer.
 pub fn on_answer(ticket: u32) {
-    let done =
-        |place: &&AtomicU32| place.compare_exchange(ticket, ticket | DONE, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+    let done = |place: &&AtomicU32| place.compare_exchange(ticket, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     if let Some(place) = WAITING.iter().filter(|_| ticket != 0).find(done) {
         futex::wake_all(place);
     }

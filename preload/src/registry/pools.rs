@@ -87,33 +87,12 @@ pub fn find(handle: u64) -> Option<(&'static Gpu, &'static Mutex<Space>)> {
     spaces().find(|(_, space)| space.lock().pools.has(handle))
 }
 
-/// A pool that is being destroyed.
-#[derive(Debug)]
-pub struct Destroyed {
-    handle: u64,
-    made: Option<CUdevice>,
-    known: Option<(&'static Gpu, u32)>,
-}
-
-/// Takes a pool out before it is destroyed, because afterwards its handle may denote another pool.
-pub fn take(handle: u64) -> Destroyed {
-    let made = MADE.lock().remove(&handle);
-    let known = find(handle).and_then(|(gpu, space)| Some((gpu, space.lock().destroy_pool(handle, &gpu.work)?)));
-    Destroyed { handle, made, known }
-}
-
-impl Destroyed {
-    /// Called if the driver has not destroyed the pool.
-    pub fn restore(self) {
-        if let Some(device) = self.made {
-            MADE.lock().insert(self.handle, device);
-        }
-        if let Some((gpu, id)) = self.known
-            && let Some(space) = gpu.space()
-        {
-            let policy = policy_of(self.handle as CUmemoryPool).unwrap_or_default();
-            space.lock().pools.revive(id, self.handle, policy);
-        }
+/// Forgets a pool before it is destroyed, because afterwards its handle may denote another pool. If the driver
+/// refuses to destroy the pool, as it does for a default pool, the next allocation adopts the pool again.
+pub fn on_destroy(handle: u64) {
+    MADE.lock().remove(&handle);
+    if let Some((gpu, space)) = find(handle) {
+        space.lock().destroy_pool(handle, &gpu.work);
     }
 }
 

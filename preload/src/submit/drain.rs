@@ -106,6 +106,17 @@ impl Work {
     }
 }
 
+impl Work {
+    /// Like [`is_done`](Self::is_done), for a fence that `record` records at the first query at which that is
+    /// possible.
+    pub fn has_ended(&self, fence: &mut Option<Fence>, record: impl FnOnce() -> Option<Fence>) -> bool {
+        if fence.is_none() {
+            *fence = record();
+        }
+        fence.as_mut().is_some_and(|fence| self.is_done(fence))
+    }
+}
+
 impl Lane {
     /// The number of submissions of all threads to this GPU and its peers.
     pub fn submissions(&self) -> u64 {
@@ -138,10 +149,6 @@ impl Lane {
     }
 }
 
-/// The point behind all work that was submitted to a context.
-#[derive(Debug, Default)]
-pub struct Passing(Option<Arc<Point>>);
-
 impl Work {
     /// Returns a fence behind all work that was submitted to the contexts of this GPU and its peers, by any
     /// call. Returns `None` if the driver cannot be queried at the moment.
@@ -171,6 +178,15 @@ impl Work {
         Some(fence)
     }
 
+    /// Returns a fence for a driver call that waits for running work. Before driver 12.5, the fence covers only
+    /// work that passed a hook. Returns `None` if the driver cannot be queried at the moment.
+    pub fn fence_for_waiting(&self) -> Option<Fence> {
+        match self.record_contexts() {
+            Err(ERROR_NOT_FOUND) => self.fence_of_own(),
+            recorded => recorded.ok().map(Fence::of),
+        }
+    }
+
     fn idle_fence(&'static self) -> Option<Fence> {
         let points = match self.record_contexts() {
             Err(ERROR_NOT_FOUND) => self.synchronize_contexts()?,
@@ -194,24 +210,6 @@ impl Work {
             }
         }
         Ok(points)
-    }
-
-    /// Whether a context has finished the work that was submitted before the first query. Returns
-    /// `true` if the driver has no context events (before 12.5) and so cannot tell.
-    pub fn has_passed(&self, context: usize, passing: &mut Passing) -> bool {
-        let mut inner = self.inner.lock();
-        if let Some(point) = &passing.0 {
-            return point.is_done();
-        }
-        self.find_room(&mut inner);
-        if !inner.has_room() {
-            return false;
-        }
-        let Some(known) = inner.context(context) else { return false };
-        match with_current(context, || known.record_all()).flatten() {
-            Ok(point) => passing.0.insert(point).is_done(),
-            Err(error) => error == ERROR_NOT_FOUND || is_dead_in(context, error),
-        }
     }
 
     /// Like `record_contexts`, for drivers without context events (before 12.5): starts threads that wait
@@ -471,15 +469,18 @@ mod tests {
         let driver = Driver::new();
         let (work, context) = fake::new(&driver);
         let [first, second] = [(); 2].map(|()| driver.new_stream(context));
+        let has_ended = |fence: &mut Option<Fence>| work.has_ended(fence, || work.fence_for_waiting());
         driver.keep_busy(first);
-        let mut passing = Passing::default();
-        assert!(!work.has_passed(context as usize, &mut passing));
+        let mut fence = None;
+        driver.fail("cuCtxRecordEvent", 1, ERROR_NOT_READY);
+        assert!(!has_ended(&mut fence) && fence.is_none(), "the driver cannot be queried");
+        assert!(!has_ended(&mut fence));
         driver.keep_busy(second);
         driver.finish(first);
-        assert!(work.has_passed(context as usize, &mut passing));
-        assert!(!work.has_passed(context as usize, &mut Passing::default()));
+        assert!(has_ended(&mut fence));
+        assert!(!has_ended(&mut None));
         driver.fail("cuCtxRecordEvent", 1, ERROR_NOT_FOUND);
-        assert!(work.has_passed(context as usize, &mut Passing::default()), "an old driver cannot tell");
+        assert!(has_ended(&mut None), "an old driver knows only work that passed a hook");
     }
 
     #[test]

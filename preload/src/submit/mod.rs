@@ -33,7 +33,7 @@ pub mod target;
 pub mod threads;
 
 pub use captures::context_of;
-pub use drain::{Fence, Passing};
+pub use drain::Fence;
 pub use fast::{Gate, closed, epoch};
 pub use streams::{expect_blocking_streams, is_marked_at_once};
 

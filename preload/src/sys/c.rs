@@ -6,12 +6,12 @@
 //! program without libdl, the address of `dlvsym` is NULL, and `dlsym` is found in the loader's
 //! tables instead.
 
-use crate::sys::elf;
+use crate::sys::{elf, once::Address};
 use alloc::vec::Vec;
 use core::{
     ffi::{CStr, c_char, c_int, c_long, c_void},
     mem::transmute,
-    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
+    sync::atomic::{AtomicPtr, Ordering},
 };
 
 #[cfg(target_arch = "x86_64")]
@@ -68,63 +68,47 @@ pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     }
 }
 
-/// The address of the next `dlsym` in the search order: the C library's, or one of another library
-/// that interposes `dlsym`. 0 before the first use.
-pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
-
-/// The address of the `dlopen` that follows this library's in the search order. The hook of `dlopen`
-/// reads it.
-pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
-
-/// Stores the address of a C library function that was found, or searches the loader's tables for the
-/// function. Returns 0 if there is none.
-fn keep(place: &AtomicUsize, found: *mut c_void, name: &CStr) -> usize {
-    let address = match found as usize {
-        0 => elf::of_c_library(name).unwrap_or(0),
-        address => address,
-    };
-    place.store(address, Ordering::Relaxed);
-    address
+/// Returns the address of a symbol that was found, or `None` for NULL.
+fn address_of(found: *mut c_void) -> Option<usize> {
+    (!found.is_null()).then_some(found as usize)
 }
 
-/// Finds the real `dlsym` with `dlvsym`, which returns the next versioned `dlsym` and not this
-/// library's. No known library interposes `dlvsym`. In a program that loaded libdl after its start,
-/// `dlvsym` and `dlsym` are outside the search scope, so the loader's tables are searched.
-pub fn find_real_dlsym() -> usize {
-    keep(&REAL_DLSYM, dlvsym(libc::RTLD_NEXT, c"dlsym"), c"dlsym")
+/// Returns the address of the next `dlsym` in the search order: the C library's, or one of another library that
+/// interposes `dlsym`; 0 if there is none. `dlvsym` returns the next versioned `dlsym` and not this library's. No
+/// known library interposes `dlvsym`. In a program that loaded libdl after its start, `dlvsym` and `dlsym` are
+/// outside the search scope, so the loader's tables are searched.
+pub fn next_dlsym() -> usize {
+    static ADDRESS: Address = Address::new();
+    let find = || address_of(dlvsym(libc::RTLD_NEXT, c"dlsym")).or_else(|| elf::of_c_library(c"dlsym"));
+    ADDRESS.get(find).unwrap_or(0)
 }
 
-/// Finds the `dlopen` that follows this library's in the search order. It may belong to a tool that
-/// interposes `dlopen`.
-pub fn find_real_dlopen() -> usize {
-    keep(&REAL_DLOPEN, real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()), c"dlopen")
+/// Returns the address of the `dlopen` that follows this library's in the search order; 0 if there is none. It
+/// may belong to a tool that interposes `dlopen`.
+pub fn next_dlopen() -> usize {
+    static ADDRESS: Address = Address::new();
+    let find = || address_of(real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr())).or_else(|| elf::of_c_library(c"dlopen"));
+    ADDRESS.get(find).unwrap_or(0)
 }
 
 /// Returns the C library's own `dlopen`, or `None` if the process has none. This function bypasses
 /// all interposers, because an interposer may look up symbols, and would then call this library
 /// again.
 pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void> {
-    static ADDRESS: AtomicUsize = AtomicUsize::new(0);
-    let address = match ADDRESS.load(Ordering::Relaxed) {
-        0 => keep(&ADDRESS, dlvsym(libc::RTLD_NEXT, c"dlopen"), c"dlopen"),
-        address => address,
-    };
+    static ADDRESS: Address = Address::new();
+    let find = || address_of(dlvsym(libc::RTLD_NEXT, c"dlopen")).or_else(|| elf::of_c_library(c"dlopen"));
     // SAFETY: the address is `dlopen`'s; 0 is `None`.
-    unsafe { transmute(address) }
+    unsafe { transmute(ADDRESS.get(find).unwrap_or(0)) }
 }
 
 /// Looks up a symbol as if this library were not loaded. Returns NULL if `dlsym` cannot be found.
 pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    let address = match REAL_DLSYM.load(Ordering::Relaxed) {
-        0 => find_real_dlsym(),
-        address => address,
-    };
-    if address == 0 {
-        return core::ptr::null_mut();
-    }
-    // SAFETY: the address is `dlsym`'s.
-    unsafe {
-        transmute::<usize, unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void>(address)(handle, name)
+    type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+    // SAFETY: the address is `dlsym`'s; 0 is `None`.
+    match unsafe { transmute::<usize, Option<Dlsym>>(next_dlsym()) } {
+        // SAFETY: the arguments are the caller's.
+        Some(dlsym) => unsafe { dlsym(handle, name) },
+        None => core::ptr::null_mut(),
     }
 }
 
@@ -156,19 +140,16 @@ pub fn at_exit(call: extern "C" fn(*mut c_void)) {
 macro_rules! late {
     ($( $name:ident ( $($type:ty),* ) -> $result:ty; )*) => { $(
         pub fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $result> {
-            static ADDRESS: AtomicUsize = AtomicUsize::new(0);
-            let known = ADDRESS.load(Ordering::Relaxed);
-            let address = if known != 0 { known } else { look_up(concat!(stringify!($name), "\0"), &ADDRESS) };
+            static ADDRESS: Address = Address::new();
+            let address = ADDRESS.get(|| look_up(concat!(stringify!($name), "\0")));
             // SAFETY: the C library's function of this name has this signature; 0 is `None`.
-            unsafe { transmute(address) }
+            unsafe { transmute(address.unwrap_or(0)) }
         }
     )* };
 }
 
-fn look_up(name: &'static str, place: &AtomicUsize) -> usize {
-    let address = real_dlsym(libc::RTLD_DEFAULT, name.as_ptr().cast()) as usize;
-    place.store(address, Ordering::Relaxed);
-    address
+fn look_up(name: &'static str) -> Option<usize> {
+    address_of(real_dlsym(libc::RTLD_DEFAULT, name.as_ptr().cast()))
 }
 
 late! {
@@ -207,11 +188,9 @@ pub fn environment(name: &CStr) -> Option<&'static [u8]> {
 /// read and written atomically. It is looked up at run time, because linking to it would slow the start
 /// of every program that preloads this library.
 fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
-    static ADDRESS: AtomicUsize = AtomicUsize::new(0);
-    let known = ADDRESS.load(Ordering::Relaxed);
-    let address = if known != 0 { known } else { look_up("environ\0", &ADDRESS) };
-    // SAFETY: the C library's `environ` is such a pointer, and lives until the process ends. Address 0
-    // becomes `None`.
+    static ADDRESS: Address = Address::new();
+    let address = ADDRESS.get(|| look_up("environ\0"))?;
+    // SAFETY: the C library's `environ` is such a pointer, and lives until the process ends.
     unsafe { (address as *const AtomicPtr<*mut c_char>).as_ref() }
 }
 

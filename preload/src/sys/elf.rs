@@ -211,18 +211,19 @@ impl Object<'_> {
         Some(flags.iter().filter(|(flag, _)| header.p_flags & flag != 0).map(|(_, protection)| *protection).collect())
     }
 
-    /// Makes these bytes writable while `change` runs. Returns `false` if that fails.
-    fn while_writable(&self, page: usize, from: usize, to: usize, change: impl FnOnce()) -> bool {
-        let Some(protection) = self.protection(page, from, to) else { return false };
-        let start = from & !(page - 1);
+    /// Writes a word of this object, whose pages may be read-only. Returns `false` if that fails.
+    fn write(&self, page: usize, word: &AtomicUsize, value: usize) -> bool {
+        let at = word.as_ptr() as usize;
+        let (start, end) = (at & !(page - 1), at + size_of::<usize>());
+        let Some(protection) = self.protection(page, at, end) else { return false };
         let set = |protection| {
             // SAFETY: the pages belong to the object. They stay readable, and executable if they were before.
-            unsafe { mprotect(start as *mut c_void, to.next_multiple_of(page) - start, protection) }
+            unsafe { mprotect(start as *mut c_void, end.next_multiple_of(page) - start, protection) }
         };
         if set(protection | MprotectFlags::WRITE).is_err() {
             return false;
         }
-        change();
+        word.store(value, Ordering::Relaxed);
         if !protection.contains(MprotectFlags::WRITE) {
             let _ = set(protection); // fails only for lack of memory; the pages then stay writable
         }
@@ -234,33 +235,19 @@ impl Object<'_> {
     /// written.
     pub fn redirect_symbols(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
         let tables = self.tables();
-        let target = |value: usize| {
-            let address = tables.base.wrapping_add(value);
-            if self.contains(address) { substitute(address) } else { None } // already redirected by another library
-        };
-        let (mut first, mut last) = (usize::MAX, 0);
-        // SAFETY: the object stays loaded during the visit.
+        let mut all = true;
+        // SAFETY: the object stays loaded during the visit. Other threads read the value atomically.
         unsafe {
             tables.each_defined(|symbol| {
-                if target((*symbol).value).is_some() {
-                    first = first.min(symbol as usize);
-                    last = last.max(symbol as usize + size_of::<Symbol>());
+                let value = AtomicUsize::from_ptr(&raw mut (*symbol).value);
+                let address = tables.base.wrapping_add(value.load(Ordering::Relaxed));
+                // If another library has already redirected the symbol, the address is outside.
+                if let Some(target) = substitute(address).filter(|_| self.contains(address)) {
+                    all &= self.write(page, value, target.wrapping_sub(tables.base));
                 }
             });
         }
-        first >= last
-            || self.while_writable(page, first, last, || {
-                // SAFETY: the object stays loaded during the visit. Other threads may read the value, so it is written
-                // atomically.
-                unsafe {
-                    tables.each_defined(|symbol| {
-                        let value = AtomicUsize::from_ptr(&raw mut (*symbol).value);
-                        if let Some(target) = target(value.load(Ordering::Relaxed)) {
-                            value.store(target.wrapping_sub(tables.base), Ordering::Relaxed);
-                        }
-                    });
-                }
-            })
+        all
     }
 
     /// Redirects existing bindings of this object to the addresses that `substitute` returns.
@@ -296,9 +283,7 @@ impl Object<'_> {
                 // threads read it atomically.
                 let word = unsafe { AtomicUsize::from_ptr(place as *mut usize) };
                 if let Some(target) = substitute(word.load(Ordering::Relaxed)) {
-                    all &= self.while_writable(page, place, place + size_of::<usize>(), || {
-                        word.store(target, Ordering::Relaxed)
-                    });
+                    all &= self.write(page, word, target);
                 }
             }
         }

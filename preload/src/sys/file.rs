@@ -60,25 +60,30 @@ pub fn each_number(folder: impl AsFd, mut visit: impl FnMut(i32, &CStr) -> bool)
 
 /// A descriptor of this library. The program may close any descriptor, and then open another file under
 /// the same number. So a `Descriptor` records the identity of its file, and never uses or closes another
-/// file.
+/// file. The child of a fork closes its copies of all descriptors ([`close_in_child`]).
 #[derive(Debug)]
-pub struct Descriptor {
-    number: RawFd,
-    identity: Identity,
-}
+pub struct Descriptor(&'static DescriptorRecord);
+
+/// The most descriptors: two lock files for each GPU, and sockets and swap files.
+const MOST_DESCRIPTORS: usize = 2 * nvshare_wire::MAX_SLOTS as usize + 16;
+
+static DESCRIPTORS: [DescriptorRecord; MOST_DESCRIPTORS] = [const { DescriptorRecord::none() }; MOST_DESCRIPTORS];
 
 impl Descriptor {
     /// Takes over a file, under a number from [`LOWEST_DESCRIPTOR`] on.
     pub fn new(file: OwnedFd) -> Option<Self> {
         let file = fcntl_dupfd_cloexec(&file, LOWEST_DESCRIPTOR).unwrap_or(file);
         let identity = Identity::of(&file)?;
-        Some(Self { number: file.into_raw_fd(), identity })
+        let record = DESCRIPTORS.iter().find(|record| record.claim())?;
+        record.set(file.into_raw_fd(), identity);
+        Some(Self(record))
     }
 
     /// Returns the descriptor, unless the program has closed it.
     pub fn get(&self) -> Option<BorrowedFd<'_>> {
+        let (number, identity) = self.0.get()?;
         // SAFETY: the descriptor is open, and borrowed only for one call.
-        self.identity.is(self.number).then(|| unsafe { BorrowedFd::borrow_raw(self.number) })
+        identity.is(number).then(|| unsafe { BorrowedFd::borrow_raw(number) })
     }
 
     /// Whether the descriptor still refers to the file. The program may have closed it.
@@ -86,24 +91,22 @@ impl Descriptor {
         self.get().is_some()
     }
 
-    /// Returns the number and the identity, for the child of a fork.
-    pub fn name(&self) -> (RawFd, Identity) {
-        (self.number, self.identity)
+    /// Returns the number and the identity.
+    pub fn name(&self) -> Option<(RawFd, Identity)> {
+        self.0.get()
     }
 }
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        close((self.number, self.identity));
+        self.0.close();
+        self.0.descriptor.store(FREE, Ordering::SeqCst);
     }
 }
 
-/// Closes a descriptor, unless it refers to another file.
-fn close((number, identity): (RawFd, Identity)) {
-    if identity.is(number) {
-        // SAFETY: the descriptor is open, and belongs to this library, which does not use it any more.
-        drop(unsafe { OwnedFd::from_raw_fd(number) });
-    }
+/// Closes all descriptors of this library in the child of a fork, which uses none of them.
+pub fn close_in_child() {
+    DESCRIPTORS.iter().for_each(DescriptorRecord::close);
 }
 
 /// A descriptor number and the identity of its file, which any thread and the child of a fork can read
@@ -111,23 +114,29 @@ fn close((number, identity): (RawFd, Identity)) {
 /// descriptor, or one that fails the check against `device` and `inode`.
 #[derive(Debug)]
 pub struct DescriptorRecord {
+    /// [`FREE`] or [`CLAIMED`] if there is none.
     descriptor: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
 }
 
+const FREE: RawFd = -1;
+const CLAIMED: RawFd = -2;
+
 impl DescriptorRecord {
     pub const fn none() -> Self {
-        Self { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+        Self { descriptor: AtomicI32::new(FREE), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
 
-    pub fn set(&self, name: Option<(RawFd, Identity)>) {
-        self.descriptor.store(-1, Ordering::SeqCst);
-        if let Some((descriptor, Identity { device, inode })) = name {
-            self.device.store(device, Ordering::SeqCst);
-            self.inode.store(inode, Ordering::SeqCst);
-            self.descriptor.store(descriptor, Ordering::SeqCst);
-        }
+    fn claim(&self) -> bool {
+        self.descriptor.compare_exchange(FREE, CLAIMED, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    /// Sets the descriptor of a record that has none.
+    pub fn set(&self, descriptor: RawFd, Identity { device, inode }: Identity) {
+        self.device.store(device, Ordering::SeqCst);
+        self.inode.store(inode, Ordering::SeqCst);
+        self.descriptor.store(descriptor, Ordering::SeqCst);
     }
 
     pub fn get(&self) -> Option<(RawFd, Identity)> {
@@ -137,9 +146,12 @@ impl DescriptorRecord {
         (descriptor >= 0).then_some((descriptor, identity))
     }
 
-    /// Closes the child's copy. Called in the child of a fork, which does not use it.
-    pub fn close_in_child(&self) {
-        self.get().into_iter().for_each(close);
+    /// Closes the descriptor, unless it refers to another file.
+    fn close(&self) {
+        if let Some((number, _)) = self.get().filter(|(number, identity)| identity.is(*number)) {
+            // SAFETY: the descriptor is open, and belongs to this library, which does not use it any more.
+            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        }
     }
 }
 

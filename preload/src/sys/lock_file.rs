@@ -2,31 +2,18 @@
 //! even if it is killed. The lock needs only read permission for the file, so it works on a read-only
 //! mount, and between users.
 //!
-//! The child of a fork would share the lock, so the child closes its copy ([`close_in_child`]). If the
+//! The child of a fork would share the lock, so the child closes its copy ([`Descriptor`]). If the
 //! program closes the descriptor, the lock is released, and [`LockFile::is_open`] returns `false`.
 
-use super::file::{Descriptor, DescriptorRecord};
-use core::{
-    ffi::CStr,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use super::file::Descriptor;
+use core::ffi::CStr;
 use rustix::{
     fs::{FileType, FlockOperation, Mode, OFlags, flock},
     io::Errno,
 };
 
-/// The maximum number of open lock files: two for each GPU.
-const MAX_FILES: usize = 2 * nvshare_wire::MAX_SLOTS as usize;
-
-static DESCRIPTORS: [DescriptorRecord; MAX_FILES] = [const { DescriptorRecord::none() }; MAX_FILES];
-/// The number of entries that have ever been used.
-static USED: AtomicUsize = AtomicUsize::new(0);
-
 #[derive(Debug)]
-pub struct LockFile {
-    file: Descriptor,
-    inherited: &'static DescriptorRecord,
-}
+pub struct LockFile(Descriptor);
 
 /// The outcome of an attempt to lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,18 +33,16 @@ impl LockFile {
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return None;
         }
-        let (file, inherited) = (Descriptor::new(file)?, find_unused()?);
-        inherited.set(Some(file.name()));
-        Some(Self { file, inherited })
+        Descriptor::new(file).map(Self)
     }
 
     /// Whether the descriptor still refers to the file. The program may have closed it.
     pub fn is_open(&self) -> bool {
-        self.file.is_open()
+        self.0.is_open()
     }
 
     fn flock(&self, operation: FlockOperation) -> TryLock {
-        match self.file.get().map(|file| flock(file, operation)) {
+        match self.0.get().map(|file| flock(file, operation)) {
             Some(Ok(())) => TryLock::Got,
             Some(Err(Errno::WOULDBLOCK)) => TryLock::Taken,
             _ => TryLock::Failed,
@@ -86,24 +71,6 @@ impl LockFile {
         }
         tried == TryLock::Taken
     }
-}
-
-impl Drop for LockFile {
-    fn drop(&mut self) {
-        self.inherited.set(None);
-    }
-}
-
-/// Finds an unused entry. Only the client's thread opens and closes lock files.
-fn find_unused() -> Option<&'static DescriptorRecord> {
-    let (at, unused) = DESCRIPTORS.iter().enumerate().find(|(_, descriptor)| descriptor.get().is_none())?;
-    USED.fetch_max(at + 1, Ordering::SeqCst);
-    Some(unused)
-}
-
-/// Closes all lock files in the child of a fork.
-pub fn close_in_child() {
-    DESCRIPTORS.iter().take(USED.load(Ordering::SeqCst)).for_each(DescriptorRecord::close_in_child);
 }
 
 #[cfg(test)]

@@ -9,9 +9,28 @@ pub use once_cell::race::OnceBox;
 
 use crate::sys::time::{self, Instant};
 use core::{
-    sync::atomic::{AtomicU8, Ordering},
+    sync::atomic::{AtomicU8, AtomicUsize, Ordering},
     time::Duration,
 };
+
+/// An address that is looked up on first use, and on later uses until it is found.
+#[derive(Debug)]
+pub struct Address(AtomicUsize);
+
+impl Address {
+    pub const fn new() -> Self {
+        Self(AtomicUsize::new(0))
+    }
+
+    /// Returns the address, or `None` if `find` does not find it.
+    #[inline]
+    pub fn get(&self, find: impl FnOnce() -> Option<usize>) -> Option<usize> {
+        match self.0.load(Ordering::Acquire) {
+            0 => find().inspect(|found| self.0.store(*found, Ordering::Release)),
+            known => Some(known),
+        }
+    }
+}
 
 /// How long other threads wait for the thread that runs the action, and the interval between their
 /// polls. The wait is limited because that thread does not exist in the child of a fork.

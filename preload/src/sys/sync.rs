@@ -66,14 +66,6 @@ impl<T> Mutex<T> {
         let held = self.rank.take();
         Guard { inner: self.inner.lock(), _held: held }
     }
-
-    /// Locks, even if the thread holds another lock of this rank. The caller chooses an order among locks
-    /// of this rank.
-    #[inline]
-    pub fn lock_beside(&self) -> Guard<futex::MutexGuard<'_, T>> {
-        let held = self.rank.take_beside();
-        Guard { inner: self.inner.lock(), _held: held }
-    }
 }
 
 impl<T> RwLock<T> {

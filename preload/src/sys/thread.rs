@@ -262,15 +262,22 @@ pub fn set_opened(opened: bool) {
     unsafe { opened_place().write(opened.into()) }
 }
 
-/// Returns the ranks of the locks that the calling thread holds, as bits ([`super::rank`]).
-#[cfg(debug_assertions)]
+/// Returns the ranks of the locks that the calling thread holds, as bits ([`super::rank`]). Always 0 in release
+/// builds.
+#[inline(always)]
 pub fn ranks() -> u64 {
+    #[cfg(debug_assertions)]
     // SAFETY: reads this thread's own storage.
-    unsafe { ranks_place().cast::<u64>().read() }
+    return unsafe { ranks_place().cast::<u64>().read() };
+    #[cfg(not(debug_assertions))]
+    0
 }
 
-#[cfg(debug_assertions)]
-pub fn set_ranks(ranks: u64) {
+#[inline(always)]
+pub fn set_ranks(_ranks: u64) {
+    #[cfg(debug_assertions)]
     // SAFETY: writes this thread's own storage.
-    unsafe { ranks_place().cast::<u64>().write(ranks) }
+    unsafe {
+        ranks_place().cast::<u64>().write(_ranks);
+    }
 }

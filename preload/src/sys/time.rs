@@ -9,8 +9,9 @@ use rustix::{
     time::{ClockId, clock_gettime},
 };
 
-/// A moment of `CLOCK_MONOTONIC`, after [`follow`] has taken the steps back out of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// A moment of `CLOCK_MONOTONIC`, after [`follow`] has taken the steps back out of it. By default, the start of the
+/// clock.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Instant(Duration);
 
 /// The sum of all steps back of the clock, in nanoseconds.

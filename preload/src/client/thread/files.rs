@@ -56,11 +56,13 @@ pub(super) struct HostTier {
     seen: Option<(Instant, Headroom)>,
 }
 
-impl HostTier {
-    pub const fn new() -> Self {
+impl Default for HostTier {
+    fn default() -> Self {
         Self { ram: u64::MAX, current: None, files: Vec::new(), is_pageable: false, seen: None }
     }
+}
 
+impl HostTier {
     /// Whether the client has no host memory, no files and no limit.
     fn is_unused(&self) -> bool {
         self.ram == u64::MAX && self.files.is_empty() && self.host_memory() == 0

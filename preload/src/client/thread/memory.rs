@@ -37,33 +37,24 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 /// passed a hook is done. No such work can start until the eviction ends. The end of the eviction
 /// resets the check.
 #[derive(Debug, Default)]
-pub enum IdleCheck {
-    #[default]
-    NotAsked,
-    Asked {
-        since: Instant,
-        /// `None` while the driver cannot be queried.
-        fence: Option<Fence>,
-    },
-    Idle,
+pub struct IdleCheck(Option<Asked>);
+
+#[derive(Debug)]
+struct Asked {
+    since: Instant,
+    /// `None` while the driver cannot be queried.
+    fence: Option<Fence>,
 }
 
 impl IdleCheck {
     /// Whether the driver has confirmed that no work is running. Otherwise returns when to ask again, or
     /// `None` if work that passed no hook is running, or may be running.
     fn ask(&mut self, gpu: &'static Gpu) -> Result<(), Option<Duration>> {
-        if matches!(self, Self::NotAsked) {
-            *self = Self::Asked { since: Instant::now(), fence: None };
-        }
-        let Self::Asked { since, fence } = self else { return Ok(()) };
-        if fence.is_none() {
-            *fence = gpu.work.fence_of_contexts();
-        }
-        if fence.as_mut().is_some_and(|fence| gpu.work.is_done(fence)) {
-            *self = Self::Idle;
+        let asked = self.0.get_or_insert_with(|| Asked { since: Instant::now(), fence: None });
+        if gpu.work.has_ended(&mut asked.fence, || gpu.work.fence_of_contexts()) {
             return Ok(());
         }
-        if since.elapsed() < IDLE_TIMEOUT {
+        if asked.since.elapsed() < IDLE_TIMEOUT {
             return Err(Some(CALL_POLL_INTERVAL));
         }
         trace!("GPU {}: keeping memory on the GPU, because the driver does not report its contexts as idle", gpu.index);
@@ -349,7 +340,7 @@ mod tests {
         assert_eq!((client.driver.count(OUT), account(gpu).ack), (0, 0));
         client.sent();
         client.thread.on(gpu).idle_check =
-            IdleCheck::Asked { since: Instant::ago(Duration::from_secs(60)), fence: None };
+            IdleCheck(Some(Asked { since: Instant::ago(Duration::from_secs(60)), fence: None }));
         client.step();
         let gpus = 1 << gpu.index;
         assert_eq!(client.sent(), [ClientMessage::Stuck { gpus, reason: StuckReason::UnseenWork }]);

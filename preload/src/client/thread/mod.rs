@@ -96,7 +96,7 @@ pub enum Start {
     NoScheduler,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct ClientThread {
     /// Indexed by GPU.
     gpus: Vec<PerGpu>,
@@ -136,20 +136,7 @@ struct PerGpu {
 impl ClientThread {
     fn new() -> Self {
         let now = Instant::now();
-        Self {
-            gpus: Vec::new(),
-            socket: None,
-            version: 0,
-            disconnected_since: Some(now),
-            connected_at: (now, now),
-            next_try: now,
-            attempt: None,
-            ungated: false,
-            offline_reason: String::new(),
-            reported: false,
-            tier: HostTier::new(),
-            sleep: Sleep::default(),
-        }
+        Self { disconnected_since: Some(now), connected_at: (now, now), ..Self::default() }
     }
 
     fn run(mut self) {

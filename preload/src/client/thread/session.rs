@@ -6,7 +6,7 @@ use crate::{
     client::placement,
     connection::{
         self, Connection,
-        handshake::{self, Attempt, Connected, Look},
+        handshake::{self, Attempt, Connected},
         outbox, presence,
         socket::Socket,
     },
@@ -22,7 +22,7 @@ use alloc::{
     string::{String, ToString},
     sync::Arc,
 };
-use core::{sync::atomic::Ordering, time::Duration};
+use core::{ops::ControlFlow, sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
 /// If a connection is lost this soon after it was made, the scheduler counts as lost since the
@@ -50,12 +50,12 @@ impl ClientThread {
             None if Instant::now() < self.next_try => return false,
             None => Attempt::begin(&hello()),
         };
-        match begun.map(Attempt::look) {
-            Ok(Look::Pending(attempt)) => {
+        match begun.and_then(Attempt::look) {
+            Ok(ControlFlow::Continue(attempt)) => {
                 self.attempt = Some(attempt);
                 return false;
             }
-            Ok(Look::Over(outcome)) => self.has_tried(outcome),
+            Ok(ControlFlow::Break(connected)) => self.has_tried(Ok(connected)),
             Err(why) => self.has_tried(Err(why)),
         }
         true

@@ -30,7 +30,7 @@ use super::{fingerprint::Fingerprint, staging::Buffer};
 use crate::{
     submit::threads,
     sys::{
-        file::{DescriptorRecord, Identity, LOWEST_DESCRIPTOR},
+        file::Descriptor,
         futex,
         sync::{Mutex, Rank},
     },
@@ -41,24 +41,13 @@ use core::{
     sync::atomic::{AtomicU32, Ordering},
 };
 use extents::{Extent, Extents};
-use rustix::{
-    fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-    io::fcntl_dupfd_cloexec,
-};
+use rustix::fd::OwnedFd;
 
 pub use worker::is_supported;
 
 /// The number of threads that read and write, and therefore of concurrent disk requests. With fewer
 /// than four, a fast NVMe disk is idle at times.
 const WORKERS: usize = 4;
-
-/// The latest file, while it is open in the program's descriptor table.
-static HANDED_OVER: DescriptorRecord = DescriptorRecord::none();
-
-/// Closes the descriptor in the child of a fork, if the fork copied it.
-pub fn close_in_child() {
-    HANDED_OVER.close_in_child();
-}
 
 /// Identifies a chunk by its address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,7 +84,7 @@ struct FileState {
     written: u64,
     /// The descriptor in the program's table, which is closed after the threads have got their own
     /// table.
-    handed_over: Option<(RawFd, Identity)>,
+    handed_over: Option<Descriptor>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -194,10 +183,8 @@ impl SwapFile {
     /// Takes over a file that the scheduler has created; nothing is reserved in it yet. Returns `None` if
     /// no thread can be started.
     pub fn open(descriptor: OwnedFd) -> Option<Self> {
-        // Some programs rely on receiving the lowest descriptor numbers.
-        let descriptor = fcntl_dupfd_cloexec(&descriptor, LOWEST_DESCRIPTOR).unwrap_or(descriptor);
-        let identity = Identity::of(&descriptor)?;
-        let number = descriptor.as_raw_fd();
+        let descriptor = Descriptor::new(descriptor)?;
+        let (number, identity) = descriptor.name()?;
         let state = FileState {
             size: 0,
             free: Extents::default(),
@@ -207,36 +194,19 @@ impl SwapFile {
             status: Status::Opening,
             writing: 0,
             written: 0,
-            handed_over: Some((number, identity)),
+            handed_over: Some(descriptor),
         };
         let file = Self(Arc::new(Shared { state: Mutex::new(Rank::SwapFile, state), news: AtomicU32::new(0) }));
         let its_own = file.clone();
-        HANDED_OVER.set(Some((number, identity)));
-        if !threads::spawn(c"nvshare-file", move || worker::begin(its_own, number, identity)) {
-            HANDED_OVER.set(None);
-            return None;
-        }
-        // `close_in_program` closes the descriptor when the threads have their own table.
-        mem::forget(descriptor);
-        Some(file)
+        threads::spawn(c"nvshare-file", move || worker::begin(its_own, number, identity)).then_some(file)
     }
 
     /// Closes the descriptor in the program's table, if the threads have their own table. Called by
     /// the thread that received the descriptor.
     pub fn close_in_program(&self) {
-        let number = {
-            let mut state = self.0.state.lock();
-            if state.status == Status::Opening {
-                return;
-            }
-            state.handed_over.take()
-        };
-        if number.is_some() && HANDED_OVER.get() == number {
-            HANDED_OVER.set(None);
-        }
-        if let Some((number, _)) = number.filter(|(number, identity)| identity.is(*number)) {
-            // SAFETY: `number` is the descriptor from `open`, and no other object owns it.
-            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        let mut state = self.0.state.lock();
+        if state.status != Status::Opening {
+            state.handed_over = None;
         }
     }
 
@@ -345,6 +315,8 @@ fn checksum(buffer: &Buffer) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::file::Identity;
+    use rustix::fd::{AsRawFd, FromRawFd};
     use std::{
         fs::{self, File},
         os::{fd::IntoRawFd, unix::fs::FileExt},

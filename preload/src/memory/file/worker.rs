@@ -9,6 +9,7 @@ use crate::{
 };
 use alloc::vec::Vec;
 use core::{
+    ops::Range,
     sync::atomic::{AtomicU8, Ordering},
     time::Duration,
 };
@@ -135,65 +136,37 @@ fn work(file: &SwapFile, number: RawFd) {
 
 fn write(file: BorrowedFd<'_>, copy: HostCopy, mut to: FileCopy) -> Outcome {
     to.checksum = checksum(&copy.buffer);
-    let mut bytes = copy.buffer.bytes();
-    for extent in &to.extents {
-        let Some((part, rest)) = bytes.split_at_checked(extent.len as usize) else {
-            return Outcome::NotWritten(copy);
-        };
-        if write_part(file, part, *extent).is_err() {
-            return Outcome::NotWritten(copy);
-        }
-        bytes = rest;
-    }
-    Outcome::Written(to, copy.buffer)
-}
-
-fn write_part(file: BorrowedFd<'_>, mut bytes: &[u8], Extent { mut offset, .. }: Extent) -> Result<(), Errno> {
-    while !bytes.is_empty() {
-        let piece = bytes.get(..bytes.len().min(PIECE)).unwrap_or(bytes);
-        match pwrite(file, piece, offset) {
-            Ok(0) => return Err(Errno::NOSPC),
-            Ok(n) => {
-                bytes = bytes.get(n..).unwrap_or(&[]);
-                offset += n as u64;
-            }
-            Err(Errno::INTR | Errno::AGAIN) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
+    let bytes = copy.buffer.bytes();
+    let written = each_piece(&to.extents, |piece, offset| pwrite(file, bytes.get(piece).ok_or(Errno::IO)?, offset));
+    if written.is_ok() { Outcome::Written(to, copy.buffer) } else { Outcome::NotWritten(copy) }
 }
 
 fn read(file: BorrowedFd<'_>, len: u64, copy: FileCopy, into: Option<Buffer>) -> Outcome {
     let Some(mut buffer) = into.or_else(|| Buffer::new(len)) else { return Outcome::NoBuffer(copy) };
-    let is_read = read_all(file, buffer.bytes_mut(), &copy.extents).is_ok();
-    if !is_read || checksum(&buffer) != copy.checksum {
+    let bytes = buffer.bytes_mut();
+    let read = each_piece(&copy.extents, |piece, offset| pread(file, bytes.get_mut(piece).ok_or(Errno::IO)?, offset));
+    if read.is_err() || checksum(&buffer) != copy.checksum {
         return Outcome::Lost(buffer);
     }
     Outcome::Read(HostCopy { buffer, fingerprint: copy.fingerprint, file: Some(copy) })
 }
 
-fn read_all(file: BorrowedFd<'_>, mut bytes: &mut [u8], extents: &[Extent]) -> Result<(), Errno> {
-    for extent in extents {
-        let (part, rest) = bytes.split_at_mut_checked(extent.len as usize).ok_or(Errno::IO)?;
-        read_part(file, part, *extent)?;
-        bytes = rest;
-    }
-    Ok(())
-}
-
-fn read_part(file: BorrowedFd<'_>, mut bytes: &mut [u8], Extent { mut offset, .. }: Extent) -> Result<(), Errno> {
-    while !bytes.is_empty() {
-        let piece = bytes.len().min(PIECE);
-        let Some(place) = bytes.get_mut(..piece) else { return Err(Errno::IO) };
-        match pread(file, place, offset) {
-            Ok(0) => return Err(Errno::IO), // end of file: the file was truncated
-            Ok(n) => {
-                bytes = bytes.get_mut(n..).unwrap_or(&mut []);
-                offset += n as u64;
+/// Calls `transfer` for the pieces of a chunk, with the place of each piece in the chunk's buffer and in the file.
+/// `transfer` returns the number of bytes that it has transferred; 0 at the end of a file that was truncated.
+fn each_piece(
+    extents: &[Extent],
+    mut transfer: impl FnMut(Range<usize>, u64) -> Result<usize, Errno>,
+) -> Result<(), Errno> {
+    let mut at = 0;
+    for Extent { mut offset, len } in extents.iter().copied() {
+        let end = at + len as usize;
+        while at < end {
+            match transfer(at..end.min(at + PIECE), offset) {
+                Ok(0) => return Err(Errno::IO),
+                Ok(n) => (at, offset) = (at + n, offset + n as u64),
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(error) => return Err(error),
             }
-            Err(Errno::INTR | Errno::AGAIN) => {}
-            Err(error) => return Err(error),
         }
     }
     Ok(())

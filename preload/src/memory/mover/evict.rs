@@ -22,9 +22,6 @@ use crate::{
 use alloc::vec::Vec;
 use core::time::Duration;
 
-/// The longest time that an eviction waits for the fingerprint kernel to be loaded.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(1);
-
 /// The number of threads that allocate buffers during an eviction. Ahead of an eviction, only
 /// `WORKERS_AHEAD` threads allocate buffers, because the program still needs the processors.
 const WORKERS: usize = 8;
@@ -61,7 +58,7 @@ impl Mover {
             if self.plan.is_empty() {
                 drop(guard);
                 // Wait for the buffers of the previous plan.
-                if !self.stop_staging(space) || !self.has_kernel(space) {
+                if !self.stop_staging(space) {
                     return Ok(Some(RETRY_INTERVAL));
                 }
                 self.plan = space.lock().take_leaving(excess).into();
@@ -168,13 +165,6 @@ impl Mover {
                 guard.put(base, chunk.offset, chunk.residency);
             }
         }
-    }
-
-    /// Whether the eviction need not wait for the fingerprint kernel, because the kernel is loaded
-    /// in the mover's context or cannot be loaded, or [`LOAD_TIMEOUT`] has passed.
-    fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
-        let has = !space.lock().engine().copies() || self.ready.first_mut().is_none_or(|ready| ready.has_kernel(space));
-        has || self.loading_since.get_or_insert_with(Instant::now).elapsed() > LOAD_TIMEOUT
     }
 
     /// Computes the fingerprints of the planned chunks.

@@ -116,8 +116,6 @@ pub struct Mover {
     pauses: u32,
     /// Contexts in which a program thread is creating the mover's objects.
     in_the_making: Vec<usize>,
-    /// The time at which an eviction started to wait for the fingerprint kernel.
-    loading_since: Option<Instant>,
     /// The time of the last move; `None` if host memory has been tidied up since then.
     untidy_since: Option<Instant>,
     /// Counts for the trace.
@@ -163,7 +161,6 @@ impl Mover {
             refused: false,
             pauses: 0,
             in_the_making: Vec::new(),
-            loading_since: None,
             untidy_since: None,
             stats: Stats { since: None, out: 0, back: 0, uncopied: 0 },
         }
@@ -246,8 +243,7 @@ impl Mover {
     /// Creates the mover's objects in a new context, so that an eviction finds all code loaded and
     /// all objects allocated. The caller is a program thread that holds no lock, because loading
     /// code may wait for running work. `add` registers the context with the library, before the
-    /// hook returns the context to the program. If memory for the kernel is short, a later eviction
-    /// loads the kernel.
+    /// hook returns the context to the program. If memory for the kernel is short, evictions copy all chunks.
     pub fn make_ready(mover: &Mutex<Self>, context: CUcontext, copies: bool, add: impl FnOnce()) {
         let handle = context as usize;
         loop {
@@ -367,7 +363,6 @@ impl Mover {
     fn end(&mut self, space: &Mutex<Space>, goal: Goal) -> bool {
         self.unplan(space);
         self.lacking.clear();
-        self.loading_since = None;
         let Stats { since, out, back, uncopied } = core::mem::take(&mut self.stats);
         let moved = out + back > 0;
         if let Some(since) = since.filter(|_| moved) {

@@ -31,9 +31,8 @@ pub(super) struct CopyContext {
     stream: CUstream,
     /// Events that are not in use.
     events: Vec<CUevent>,
-    /// `None` if the kernel has not been loaded yet or memory was short. The inner `None` means that
-    /// fingerprints cannot be computed in this context.
-    fingerprinter: Option<Option<Fingerprinter>>,
+    /// `None` if fingerprints cannot be computed in this context.
+    fingerprinter: Option<Fingerprinter>,
 }
 
 impl CopyContext {
@@ -47,47 +46,30 @@ impl CopyContext {
         Ok(Self { context, stream, events, fingerprinter: None })
     }
 
-    /// Loads the fingerprint kernel. If memory is short, a later call may load it. The driver may wait for
-    /// running work.
+    /// Loads the fingerprint kernel. The driver may wait for running work.
     pub(super) fn load_kernel(&mut self) {
-        self.fingerprinter = match Fingerprinter::new(self.context) {
-            Err(ERROR_OUT_OF_MEMORY) => None,
-            made => Some(made.ok()),
-        };
+        self.fingerprinter = Fingerprinter::new(self.context).ok();
     }
 
     /// Computes the fingerprints of chunks (address and size). No work may write to the chunks during this
     /// call.
     pub(super) fn fingerprints(&mut self, chunks: &[(u64, u64)]) -> Option<Vec<Fingerprint>> {
-        let fingerprinter = self.fingerprinter.as_mut()?;
-        let result = fingerprinter.as_mut()?.fingerprints(chunks, self.stream);
+        let result = self.fingerprinter.as_mut()?.fingerprints(chunks, self.stream);
         if result == Err(ERROR_TIMEOUT) {
             trace!("the fingerprint kernel does not finish");
-            core::mem::forget(fingerprinter.take()); // the kernel may still read and write its buffers
+            core::mem::forget(self.fingerprinter.take()); // the kernel may still read and write its buffers
         }
         result.ok()
     }
 
-    /// Whether the fingerprint kernel has been loaded or cannot be loaded. Otherwise starts loading it.
-    pub(super) fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
-        if self.fingerprinter.is_none() {
-            let guard = space.lock();
-            self.fingerprinter = guard.waiter().take_loaded(self.context);
-            if self.fingerprinter.is_none() {
-                guard.waiter().load(self.context);
-            }
-        }
-        self.fingerprinter.is_some()
-    }
-
     /// Returns the host buffers of a broken context. The caller must unregister the buffers.
     pub(super) fn into_buffers(self) -> Option<Buffer> {
-        Some(self.fingerprinter??.into_buffer())
+        Some(self.fingerprinter?.into_buffer())
     }
 
     /// Drops the objects of a context that the driver has destroyed, without driver calls.
     pub(super) fn forget(self) {
-        if let Some(fingerprinter) = self.fingerprinter.flatten() {
+        if let Some(fingerprinter) = self.fingerprinter {
             fingerprinter.forget_context(self.context);
         }
     }

@@ -12,15 +12,6 @@ pub struct Exported {
     pub secret: Secret,
 }
 
-/// Why a range is not exported.
-#[derive(Debug)]
-pub enum NotExported {
-    /// Part of the range is off the GPU at the moment.
-    Away,
-    /// The export is not possible. The driver must answer.
-    Impossible,
-}
-
 /// What a process that opens a range gets.
 #[derive(Debug)]
 pub enum Opening {
@@ -44,24 +35,19 @@ impl Space {
         address: u64,
         can_share: impl Fn(Handle) -> bool,
         new: impl FnOnce() -> Option<Exported>,
-    ) -> Result<(Exported, Allocation, u32), NotExported> {
-        let allocation = self.find(address).filter(|a| !a.managed && a.pool == 0 && self.engine.copies());
-        let allocation = allocation.ok_or(NotExported::Impossible)?;
+    ) -> Option<(Exported, Allocation, u32)> {
+        let allocation = self.find(address).filter(|a| !a.managed && a.pool == 0 && self.engine.copies())?;
         let base = allocation.range;
-        let offset = u32::try_from(allocation.base - base).map_err(|_| NotExported::Impossible)?;
+        let offset = u32::try_from(allocation.base - base).ok()?;
         if let Some(exported) = self.ranges.get(&base).and_then(|range| range.exported) {
-            return Ok((exported, allocation, offset));
+            return Some((exported, allocation, offset));
         }
-        match self.on_gpu(base) {
-            Some(first) if can_share(first) => {}
-            Some(_) => return Err(NotExported::Impossible),
-            None => return Err(NotExported::Away),
-        }
-        let exported = new().filter(|_| self.set_opened(base, true)).ok_or(NotExported::Impossible)?;
+        self.on_gpu(base).filter(|first| can_share(*first))?;
+        let exported = new().filter(|_| self.set_opened(base, true))?;
         if let Some(range) = self.ranges.get_mut(&base) {
             range.exported = Some(exported);
         }
-        Ok((exported, allocation, offset))
+        Some((exported, allocation, offset))
     }
 
     /// Sets whether other processes may have a range open. Returns `false` if the range does not exist.
@@ -135,7 +121,7 @@ mod tests {
         let memory = Memory::new();
         let at = memory.allocate();
         let exported = Exported { range: 1, secret: Secret([7; 16]) };
-        let Ok((_, allocation, 0)) = memory.space.lock().export(at, |_| true, || Some(exported)) else {
+        let Some((_, allocation, 0)) = memory.space.lock().export(at, |_| true, || Some(exported)) else {
             panic!("an export")
         };
         let open = || memory.space.lock().open_export(exported, allocation.id, 0);

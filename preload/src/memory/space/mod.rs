@@ -17,7 +17,7 @@ mod managed;
 mod mapping;
 mod pools;
 
-pub use export::{Exported, NotExported, Opening};
+pub use export::{Exported, Opening};
 pub use managed::Unfreed;
 pub use pools::has_pending_frees;
 
@@ -440,14 +440,7 @@ impl Space {
     /// Frees allocations that work no longer uses.
     pub fn reclaim(&mut self, work: &Work) {
         while let Some(freed) = self.freed.front_mut() {
-            let fence = match &mut freed.fence {
-                Some(fence) => fence,
-                None => match work.fence_for_freeing() {
-                    Some(fence) => freed.fence.insert(fence),
-                    None => break,
-                },
-            };
-            if !work.is_done(fence) {
+            if !work.has_ended(&mut freed.fence, || work.fence_for_freeing()) {
                 break;
             }
             if let Some(freed) = self.freed.pop_front() {
@@ -510,7 +503,6 @@ impl Space {
             self.account.managed -= unfreed.len;
         }
         self.buffers().for_each(|buffer| buffer.forget_context(context));
-        self.waiter.forget_context(context);
         if last {
             for freed in core::mem::take(&mut self.freed) {
                 self.account.freeing -= self.room_of(&freed.allocation);

@@ -52,11 +52,9 @@ impl Space {
     }
 
     /// Called before the program destroys a pool. The pool's memory is released as its blocks are freed.
-    /// Returns the pool's number.
-    pub fn destroy_pool(&mut self, handle: u64, work: &Work) -> Option<u32> {
-        let id = self.pools.destroy(handle)?;
+    pub fn destroy_pool(&mut self, handle: u64, work: &Work) {
+        self.pools.destroy(handle);
         self.tend_pools(work);
-        Some(id)
     }
 
     /// Allocates a free block of a pool, for work submitted to `stream` from now on. Returns `None` if no

@@ -6,7 +6,7 @@ use crate::{
     connection::{self, outbox},
     driver::{self, types::*},
     gpu::{self, Gpu},
-    memory::space::{Exported, NotExported, Opening, Space},
+    memory::space::{Exported, Opening, Space},
     sys::{
         once::OnceBox,
         sync::{Mutex, Rank},
@@ -51,9 +51,9 @@ fn announce_key() -> Option<Secret> {
 
 /// Exports the allocation that contains this address. Its range stays on the GPU until the last process
 /// that opens it has closed it.
-pub fn export(gpu: &'static Gpu, address: u64) -> Result<IpcHandle, NotExported> {
+pub fn export(gpu: &'static Gpu, address: u64) -> Option<IpcHandle> {
     static RANGES: AtomicU32 = AtomicU32::new(1);
-    let key = announce_key().ok_or(NotExported::Impossible)?;
+    let key = announce_key()?;
     let begin = Instant::now();
     // Announces the key first, because a process that opens the handle finds this process by the key.
     while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
@@ -61,9 +61,9 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Result<IpcHandle, NotExported>
     }
     let new = || Some(Exported { range: RANGES.fetch_add(1, Ordering::Relaxed), secret: random()? });
     let exported = gpu.change(|space| space.export(address, |chunk| descriptor(chunk).is_some(), new));
-    let (Exported { range, secret }, allocation, offset) = exported.ok_or(NotExported::Impossible)??;
+    let (Exported { range, secret }, allocation, offset) = exported.flatten()?;
     let (size, id) = (allocation.size, allocation.id);
-    Ok(ExportHandle { exporter: key, secret, size, id, range, offset }.write())
+    Some(ExportHandle { exporter: key, secret, size, id, range, offset }.write())
 }
 
 /// Returns a descriptor of the chunk, for another process.

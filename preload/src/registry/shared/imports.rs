@@ -18,7 +18,8 @@ use crate::{
 use alloc::{collections::BTreeMap, vec::Vec};
 use core::{
     ffi::c_void,
-    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    ops::DerefMut,
+    sync::atomic::{AtomicU64, Ordering},
 };
 use nvshare_wire::{ClientMessage, Secret};
 use rustix::fd::{AsRawFd, OwnedFd};
@@ -28,8 +29,6 @@ const FOREIGN: u64 = 1 << 40;
 
 pub static REGISTRY: Mutex<SharedMemoryRegistry> =
     Mutex::new(Rank::Imports, SharedMemoryRegistry { imports: BTreeMap::new(), opening: None });
-/// Whether the process has imported memory. If not, callers need not take the lock.
-pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
 
 #[derive(Debug)]
 pub struct SharedMemoryRegistry {
@@ -69,7 +68,7 @@ struct Open {
 
 /// Whether this process has opened memory of other processes.
 pub fn has_imports() -> bool {
-    ANY_IMPORTS.load(Ordering::SeqCst)
+    !REGISTRY.lock().imports.is_empty()
 }
 
 /// Queues messages about the imports that this client has open on that GPU. Called when the GPU has
@@ -159,21 +158,11 @@ impl SharedMemoryRegistry {
         }
         Some(Ok(at))
     }
-
-    /// Removes a range that has no references and that no work uses. The caller unmaps it.
-    fn take(&mut self, name: RangeId) -> Option<Import> {
-        let import = self.imports.remove(&name)?;
-        ANY_IMPORTS.store(!self.imports.is_empty(), Ordering::SeqCst);
-        Some(import)
-    }
 }
 
 /// Drops one reference to the open allocation at this address. Returns `None` if this library has
 /// not imported the allocation.
 pub fn close(address: u64) -> Option<()> {
-    if !ANY_IMPORTS.load(Ordering::SeqCst) {
-        return None;
-    }
     {
         let mut registry = REGISTRY.lock();
         let import = registry.imports.values_mut().find(|i| i.opens.iter().any(|open| open.at == address))?;
@@ -193,21 +182,15 @@ pub fn close(address: u64) -> Option<()> {
 
 /// Unmaps closed ranges that no work uses any more. Returns `false` if some closed ranges remain.
 pub fn unmap_closed() -> bool {
-    if !ANY_IMPORTS.load(Ordering::SeqCst) {
-        return true;
-    }
     let mut rest = false;
     let mut gone = Vec::new();
     let mut registry = REGISTRY.lock();
     for (name, import) in &mut registry.imports {
         let Some(fence) = &mut import.closing else { continue };
-        if fence.is_none() {
-            *fence = import.user.work.fence();
-        }
-        let done = import.user.is_drained() || fence.as_mut().is_some_and(|fence| import.user.work.is_done(fence));
+        let work = &import.user.work;
+        let done = import.user.is_drained() || work.has_ended(fence, || work.fence());
         if done { gone.push(*name) } else { rest = true }
     }
-    let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
     forget(registry, &gone);
     !rest
 }
@@ -215,9 +198,6 @@ pub fn unmap_closed() -> bool {
 /// Closes all allocations that a destroyed context had open. If the context was the `last` one on
 /// the GPU, closes all allocations that are open on that GPU.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
-    if !ANY_IMPORTS.load(Ordering::SeqCst) {
-        return;
-    }
     let mut registry = REGISTRY.lock();
     let mut gone = Vec::new();
     for (name, import) in registry.imports.iter_mut().filter(|(_, i)| core::ptr::eq(i.user, gpu)) {
@@ -229,26 +209,23 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
             gone.push(*name);
         }
     }
-    let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
     forget(registry, &gone);
 }
 
 /// Unmaps ranges, and tells the scheduler that they are no longer open here. The registry is locked
 /// until the messages are queued: otherwise a thread could open a range again before `Closed` is
 /// sent, and the scheduler would take the range for unused.
-fn forget<G>(registry: Guard<G>, gone: &[(RangeId, Import)]) {
-    for (_, import) in gone {
+fn forget<G: DerefMut<Target = SharedMemoryRegistry>>(mut registry: Guard<G>, gone: &[RangeId]) {
+    let mut adopted = Vec::new();
+    for (name, import) in gone.iter().filter_map(|name| registry.imports.remove_entry(name)) {
         import.unmap();
         trace!("closed the import at {:#x}", import.at);
+        outbox::push([ClientMessage::Closed { exporter: name.0, range: name.1 }]);
+        adopted.extend(import.home.filter(|_| import.adopted).map(|home| (home, import.bytes)));
     }
-    outbox::push(
-        gone.iter().map(|((exporter, range), _)| ClientMessage::Closed { exporter: *exporter, range: *range }),
-    );
     drop(registry);
-    for (_, import) in gone {
-        if let Some(home) = import.home.filter(|_| import.adopted) {
-            home.pin(|pinned| pinned.saturating_sub(import.bytes));
-        }
+    for (home, bytes) in adopted {
+        home.pin(|pinned| pinned.saturating_sub(bytes));
     }
     outbox::flush();
 }
@@ -273,9 +250,6 @@ pub fn adopt(exporter: Secret, range: u32) {
 
 /// Returns the imported allocation that contains this address, and the GPU whose work uses it.
 pub fn find(address: u64) -> Option<(&'static Gpu, Allocation)> {
-    if !ANY_IMPORTS.load(Ordering::SeqCst) {
-        return None;
-    }
     let registry = REGISTRY.lock();
     registry.imports.values().find_map(|import| {
         let open = import.opens.iter().find(|open| address.wrapping_sub(open.at) < open.size)?;
@@ -320,7 +294,6 @@ mod tests {
             let handle = ExportHandle { exporter, secret, size: GRANULE, id: 1, range: 5, offset: OFFSET as u32 };
             let at = import.at;
             REGISTRY.lock().imports = BTreeMap::from([(handle.range_id(), import)]);
-            ANY_IMPORTS.store(true, Ordering::SeqCst);
             Self { driver, gpu, context, scheduler, handle, at }
         }
 

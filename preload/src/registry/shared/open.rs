@@ -4,7 +4,7 @@
 use super::{
     export,
     handle::{ExportHandle, IpcHandle},
-    imports::{self, ANY_IMPORTS, Import, REGISTRY},
+    imports::{self, Import, REGISTRY},
     question::{ExporterAnswer, ask},
 };
 use crate::{
@@ -15,7 +15,6 @@ use crate::{
     memory::engine::GRANULE,
     sys::sync::{Mutex, Rank},
 };
-use core::sync::atomic::Ordering;
 use nvshare_wire::ClientMessage;
 
 /// The maximum size of a range in bytes, more than the memory of any GPU.
@@ -41,7 +40,6 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
             trace!("GPU {}: imported {} bytes at {:#x}", gpu.index, import.bytes, import.at);
             let mut registry = REGISTRY.lock();
             registry.imports.insert(handle.range_id(), import);
-            ANY_IMPORTS.store(true, Ordering::SeqCst);
             let opened = registry.open(&handle, context).unwrap_or(Err(ERROR_MAP_FAILED));
             let opening = registry.opening.take();
             drop(registry);
@@ -102,6 +100,7 @@ mod tests {
     };
     use alloc::vec::Vec;
     use core::sync::atomic::AtomicBool;
+    use core::sync::atomic::Ordering;
     use nvshare_wire::{Secret, client::Sharing};
     use rustix::fs::{self, Mode, OFlags};
     use std::thread;
