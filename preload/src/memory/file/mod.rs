@@ -79,7 +79,7 @@ struct FileState {
     in_progress: usize,
     done: Vec<Done>,
     status: Status,
-    /// Bytes that are being written, and bytes written so far.
+    /// Bytes that are being written or whose writing is in `done`, and bytes written so far.
     writing: u64,
     written: u64,
     /// The descriptor in the program's table, which is closed after the threads have got their own
@@ -243,7 +243,7 @@ impl SwapFile {
         if state.status == Status::Usable { state.free.bytes() } else { 0 }
     }
 
-    /// Bytes that are being written.
+    /// Bytes that are being written, or whose result was not taken yet.
     pub fn bytes_in_queue(&self) -> u64 {
         self.0.state.lock().writing
     }
@@ -253,10 +253,10 @@ impl SwapFile {
         self.0.state.lock().written
     }
 
-    /// The number of unfinished jobs.
+    /// The number of jobs whose result was not taken yet.
     pub fn jobs(&self) -> usize {
         let state = self.0.state.lock();
-        state.jobs.len() + state.in_progress
+        state.jobs.len() + state.in_progress + state.done.len()
     }
 
     /// Whether the threads of the file have not started yet. Nothing is written until then. The first thread
@@ -282,7 +282,10 @@ impl SwapFile {
     /// Takes the finished jobs for this GPU.
     pub(in crate::memory) fn take_done(&self, gpu: u32) -> Vec<Done> {
         let mut state = self.0.state.lock();
-        state.done.extract_if(.., |done| done.chunk.gpu == gpu).collect()
+        let taken: Vec<_> = state.done.extract_if(.., |done| done.chunk.gpu == gpu).collect();
+        let writes = taken.iter().filter(|done| matches!(done.outcome, Outcome::Written(..) | Outcome::NotWritten(_)));
+        state.writing -= writes.map(|done| done.chunk.len).sum::<u64>();
+        taken
     }
 
     /// Wakes the threads for a new job or status.

@@ -114,7 +114,6 @@ fn work(file: &SwapFile, number: RawFd) {
             futex::wait(&file.0.news, news, SLEEP);
             continue;
         };
-        let written = if let What::Write { .. } = what { chunk.len } else { 0 };
         let outcome = match what {
             What::Write { copy, to } => write(descriptor, copy, to),
             What::Read { copy, into } => read(descriptor, chunk.len, copy, into),
@@ -122,9 +121,8 @@ fn work(file: &SwapFile, number: RawFd) {
         {
             let mut state = file.0.state.lock();
             state.in_progress -= 1;
-            state.writing -= written;
             match outcome {
-                Outcome::Written(..) => state.written += written,
+                Outcome::Written(..) => state.written += chunk.len,
                 Outcome::NotWritten(_) => state.status = Status::ReadOnly,
                 _ => {}
             }
