@@ -282,9 +282,8 @@ impl Quota {
     }
 
     /// Schedules a recomputation of limits for `at`, unless an earlier one is scheduled.
-    fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
-        let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
-        fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
+    fn balance_at(fx: &mut Effects, at: Time) {
+        fx.wake(Wake::Limits, Some(fx.wakes_at(Wake::Limits).map_or(at, |set| set.min(at))));
     }
 
     fn entry_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLimit> {
