@@ -166,6 +166,13 @@ impl GpuLimits {
         most
     }
 
+    /// Updates the order of demands. Demands of 0 are left out.
+    fn demand_changed(&mut self, client: ClientId, before: u64, after: u64) {
+        self.demands.remove(&(before, client));
+        self.demands.extend((after > 0).then_some((after, client)));
+        self.summed_for = None;
+    }
+
     /// Updates the sums after one client's committed bytes have changed.
     fn count(&mut self, group: Option<GroupId>, before: u64, after: u64) {
         self.committed = self.committed - before + after;
