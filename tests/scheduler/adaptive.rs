@@ -132,6 +132,27 @@ fn a_lower_environment_weight_delays_a_client_only_temporarily() {
     assert_eq!((t.state(2), queue(&t)), (LockState::Holding, vec![client(1), client(3)]));
 }
 
+/// After half a second at a fifth of the weight, the client waits for 2.5 s.
+#[test]
+fn a_lower_environment_weight_stops_delaying_a_client_without_an_event() {
+    let mut t = Talk::new(adaptive(AntiThrash::On, ms(500), s(0)));
+    (1..=3).for_each(|n| drop(t.join(n, GIB)));
+    let limits = EnvLimits { weight: Some(20), ..EnvLimits::default() };
+    t.say(Event::EnvLimits { client: client(2), limits });
+    t.request(2);
+    t.request(3);
+    t.after(ms(500));
+    t.release(2, ReleaseReason::Idle);
+    t.request(2);
+    t.after(ms(1));
+    t.request(1);
+    let queue = |t: &Talk| t.machine.gpus()[0].waiters.iter().map(|waiter| waiter.client).collect::<Vec<_>>();
+    t.after(ms(2400));
+    assert_eq!(queue(&t), [client(1), client(2)]);
+    t.after(ms(100));
+    assert_eq!(queue(&t), [client(2), client(1)]);
+}
+
 #[test]
 fn clients_that_run_last_are_evicted_first() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(0)));

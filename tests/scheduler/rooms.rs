@@ -102,6 +102,23 @@ fn a_room_is_ready_once_the_freed_memory_is_measured() {
 }
 
 #[test]
+fn freed_memory_beyond_a_room_need_not_be_measured() {
+    for more in [0, MIB] {
+        let mut t = Talk::in_mode(AntiThrash::On);
+        t.join(1, 8 * GIB);
+        t.join(2, 12 * GIB);
+        t.request(2);
+        t.map(1);
+        assert_eq!((t.attachment(1).charge, t.attachment(1).unverified), (4 * GIB, 4 * GIB));
+        t.say(Event::Disconnected { client: client(2) });
+        t.now += ms(1);
+        let commands = make(&mut t, 1, 8 * GIB + more);
+        let measures = commands.contains(&Command::Measure { gpu: gpu(0) });
+        assert_eq!((commands.contains(&ready(1)), measures), (more == 0, more > 0), "{commands:?}");
+    }
+}
+
+#[test]
 fn memory_that_other_programs_take_from_a_room_is_not_kept_again() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);

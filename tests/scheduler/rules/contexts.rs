@@ -135,6 +135,18 @@ fn a_context_does_not_wait_for_a_client_that_cannot_run() {
     assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
 }
 
+/// The driver pages managed memory, so its client runs with less.
+#[test]
+fn a_context_does_not_wait_for_a_client_with_managed_memory() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
+    t.report(1, 15 * GIB - 512 * MIB, 0, 0);
+    t.map(1);
+    assert!(!arrive(&mut t, 2, 0).contains(&waiting(2, WaitReason::Context)));
+    assert_eq!(attached(&t.map(1)), [2]);
+}
+
 #[test]
 fn contexts_of_a_gang_are_admitted_together() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
