@@ -494,6 +494,8 @@ fn a_reconnecting_client_waits_for_a_measurement_only_briefly() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.report(1, 0, 0, 0);
+    t.after(Duration::from_secs(5));
     t.report(1, 10 * GIB, 10 * GIB, 0);
     t.request(1);
     t.join(2, GIB);
@@ -503,6 +505,18 @@ fn a_reconnecting_client_waits_for_a_measurement_only_briefly() {
     assert_eq!(t.attachment(1).allowance, 10 * GIB);
     t.map(1);
     assert_eq!(t.state(1), LockState::Holding);
+}
+
+#[test]
+fn a_reconnecting_client_does_not_wait_after_a_measurement_has_refuted_its_report() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.report(1, 10 * GIB, 10 * GIB, 0);
+    t.request(1);
+    assert_eq!(t.attachment(1).allowance, 0);
+    found(&mut t, 16 * GIB, &[(1, 0), (9, 0)]);
+    assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 10 * GIB));
 }
 
 #[test]

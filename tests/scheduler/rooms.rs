@@ -69,6 +69,17 @@ fn a_room_preempts_a_holders_turn() {
 }
 
 #[test]
+fn a_room_preempts_one_of_two_holders_that_fit_beside_it_only_alone() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    for n in [1, 2] {
+        t.join(n, 6 * GIB);
+        t.request(n);
+    }
+    let commands = make(&mut t, 1, 8 * GIB);
+    assert!(commands.contains(&revoke(1)) && !commands.contains(&revoke(2)), "{commands:?}");
+}
+
+#[test]
 fn clients_that_fit_beside_a_room_continue() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);

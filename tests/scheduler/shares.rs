@@ -521,6 +521,17 @@ fn a_preceding_holder_ends_its_turn_for_memory_that_the_driver_needs() {
 }
 
 #[test]
+fn a_changed_share_applies_to_waiting_members_that_the_change_does_not_name() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    (1..=3).for_each(|n| drop(t.join_of(TenantId(n), n, GIB)));
+    t.put(&[1, 2], RuleLimits { share: weight(100), ..RuleLimits::default() });
+    t.request(3);
+    t.request(1);
+    let urgent = share(Share { priority: 5, ..Share::default() });
+    assert!(t.put(&[2], RuleLimits { share: urgent, ..RuleLimits::default() }).contains(&revoke(3)));
+}
+
+#[test]
 fn a_longer_period_applies_to_a_client_that_has_used_its_maximum() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, GIB);

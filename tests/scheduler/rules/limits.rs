@@ -283,6 +283,8 @@ fn a_departing_clients_promise_passes_to_other_clients() {
     let commands = t.say(Event::Disconnected { client: client(2) });
     assert_eq!(limits(&commands), [(1, 16 * GIB)]);
     assert_eq!(t.machine.host().1, 0);
+    let is_spared = |command: &Command| matches!(command, Command::Limit { spare: u64::MAX, .. });
+    assert!(commands.iter().any(is_spared), "host memory is not scarce any more: {commands:?}");
 }
 
 /// Creates clients in one group on the GPU of 16 GiB.
