@@ -73,6 +73,7 @@ fn a_holder_that_is_not_preempted_has_no_predicted_end() {
     t.join_of(TenantId(3), 3, GIB);
     t.request(3);
     assert_eq!(reasons(&t, 2), [(3, Reason::OtherIsIdle)]);
+    assert_eq!(of(&t, 2).ahead[0].takes, None, "it runs until it has no more work");
     assert_eq!(reasons(&t, 3), []);
 }
 

@@ -112,6 +112,14 @@ fn a_sleeping_clients_memory_is_free_once_measured() {
 }
 
 #[test]
+fn a_client_without_memory_is_not_asked_to_evict_before_it_sleeps() {
+    let mut scene = Scene::new(&[0, GIB]);
+    let commands = scene.pause(1);
+    assert_eq!(allowances(&commands), []);
+    assert_eq!(commands.last(), Some(&Command::PrepareSleep { client: client(1), paused: true }));
+}
+
+#[test]
 fn a_paused_client_runs_only_after_it_is_resumed() {
     let mut scene = Scene::paused(&[4 * GIB, GIB]);
     scene.measure();
