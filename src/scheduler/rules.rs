@@ -196,3 +196,17 @@ impl Rules {
         self.limits_of(client).is_some_and(|limits| limits.on_memory_full == OnMemoryFull::Wait)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_environment_weight_only_lowers_the_weight_and_0_ends_the_minimum() {
+        let share = Share { weight: 100, min: 30, ..Share::default() };
+        let tightened = |weight| EnvLimits { weight, ..EnvLimits::default() }.tighten(share);
+        assert_eq!([tightened(None), tightened(Some(400))], [share; 2]);
+        assert_eq!(tightened(Some(40)), Share { weight: 40, ..share });
+        assert_eq!(tightened(Some(0)), Share { weight: 0, min: 0, ..share });
+    }
+}

@@ -494,12 +494,29 @@ fn a_reconnecting_client_waits_for_a_measurement_only_briefly() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.report(1, 0, 0, 0);
+    t.after(Duration::from_secs(5));
     t.report(1, 10 * GIB, 10 * GIB, 0);
     t.request(1);
     t.join(2, GIB);
-    t.after(Duration::from_secs(3));
+    t.after(ms(2999));
+    assert_eq!(t.attachment(1).allowance, 0);
+    t.after(ms(1));
+    assert_eq!(t.attachment(1).allowance, 10 * GIB);
     t.map(1);
     assert_eq!(t.state(1), LockState::Holding);
+}
+
+#[test]
+fn a_reconnecting_client_does_not_wait_after_a_measurement_has_refuted_its_report() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.report(1, 10 * GIB, 10 * GIB, 0);
+    t.request(1);
+    assert_eq!(t.attachment(1).allowance, 0);
+    found(&mut t, 16 * GIB, &[(1, 0), (9, 0)]);
+    assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 10 * GIB));
 }
 
 #[test]
@@ -596,6 +613,30 @@ fn a_reconnecting_client_is_measured_before_it_is_evicted() {
     t.measured(0);
     let commands = found(&mut t, 6 * GIB, &[(1, 10 * GIB)]);
     assert_eq!(allowances(&commands), [(1, 10 * GIB)]);
+}
+
+/// A change of its owner, or of the policy, moves only queued requests.
+#[test]
+fn a_request_delayed_by_a_mapping_failure_stays_delayed_after_a_change() {
+    let fcfs = settings(AntiThrash::On, Duration::from_secs(1));
+    let group = Some(Group { id: GroupId(7), limits: RuleLimits::default() });
+    for change in [
+        Event::Groups { groups: BTreeMap::from([(client(2), group)]) },
+        Event::Configure(Settings { policy: PolicyName::Adaptive, ..fcfs }),
+    ] {
+        let mut t = Talk::in_mode(AntiThrash::On);
+        t.join(1, 4 * GIB);
+        t.join(2, 8 * GIB);
+        t.request(2);
+        t.report(2, 8 * GIB, 7 * GIB, 0);
+        t.release(2, ReleaseReason::NoMemory);
+        assert!(!t.request(2).contains(&grant(2)), "it waits for a measurement");
+        assert!(!t.say(change.clone()).contains(&grant(2)), "{change:?}");
+        assert_eq!(t.state(2), LockState::Waiting);
+        t.after(Duration::from_secs(1));
+        t.map(1);
+        assert_eq!(t.state(2), LockState::Holding);
+    }
 }
 
 // ---- growth ----
@@ -698,51 +739,4 @@ fn a_holder_that_does_not_grow_gets_no_map_ahead_allowance() {
     t.now += Duration::from_secs(2);
     t.report(1, 3 * GIB, 2 * GIB, 0);
     assert_eq!(t.attachment(1).allowance, 3 * GIB);
-}
-
-// ---- views ----
-
-#[test]
-fn views_count_grants_waits_and_memory_in_the_host() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, 6 * GIB);
-    t.join(2, 6 * GIB);
-    t.request(1);
-    t.request(2);
-    t.after(ms(300));
-    assert!(t.release(1, ReleaseReason::Idle).contains(&grant(2)));
-    t.after(ms(200));
-    let view = t.attachment(2);
-    assert_eq!((view.grants, view.wait_time, view.lock_time), (1, ms(300), ms(200)));
-    assert_eq!(t.machine.swapped(), 0);
-    t.report(1, 6 * GIB, GIB, 0);
-    assert_eq!(t.machine.swapped(), 5 * GIB);
-    let limits = EnvLimits { memory_max: Amount::Percent(50), ..EnvLimits::default() };
-    t.say(Event::EnvLimits { client: client(1), limits });
-    assert_eq!(t.machine.env_memory_max(client(1), gpu(0)), Some(8 * GIB));
-    assert_eq!(t.machine.env_memory_max(client(2), gpu(0)), None);
-}
-
-/// A change of its owner, or of the policy, moves only queued requests.
-#[test]
-fn a_request_delayed_by_a_mapping_failure_stays_delayed_after_a_change() {
-    let fcfs = settings(AntiThrash::On, Duration::from_secs(1));
-    let group = Some(Group { id: GroupId(7), limits: RuleLimits::default() });
-    for change in [
-        Event::Groups { groups: BTreeMap::from([(client(2), group)]) },
-        Event::Configure(Settings { policy: PolicyName::Adaptive, ..fcfs }),
-    ] {
-        let mut t = Talk::in_mode(AntiThrash::On);
-        t.join(1, 4 * GIB);
-        t.join(2, 8 * GIB);
-        t.request(2);
-        t.report(2, 8 * GIB, 7 * GIB, 0);
-        t.release(2, ReleaseReason::NoMemory);
-        assert!(!t.request(2).contains(&grant(2)), "it waits for a measurement");
-        assert!(!t.say(change.clone()).contains(&grant(2)), "{change:?}");
-        assert_eq!(t.state(2), LockState::Waiting);
-        t.after(Duration::from_secs(1));
-        t.map(1);
-        assert_eq!(t.state(2), LockState::Holding);
-    }
 }

@@ -132,6 +132,48 @@ fn a_lower_environment_weight_delays_a_client_only_temporarily() {
     assert_eq!((t.state(2), queue(&t)), (LockState::Holding, vec![client(1), client(3)]));
 }
 
+/// A turn of a second costs the clients that age little, and shorter turns would be of no use.
+#[test]
+fn a_turn_lasts_at_least_a_second_before_an_aged_client() {
+    let mut t = Talk::new(adaptive(AntiThrash::Auto, s(5), s(4)));
+    (1..=3).for_each(|n| drop(t.join(n, GIB)));
+    t.request(2);
+    t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 1000 });
+    t.after(s(20));
+    t.request(1);
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2); // it ages after 8 s
+    t.after(ms(7950));
+    t.request(3);
+    t.release(1, ReleaseReason::Idle);
+    assert_eq!(t.state(3), LockState::Holding);
+    t.after(ms(50));
+    t.after(ms(949));
+    assert_eq!(t.state(3), LockState::Holding);
+    assert!(t.after(ms(1)).contains(&revoke(3)));
+}
+
+/// After half a second at a fifth of the weight, the client waits for 2.5 s.
+#[test]
+fn a_lower_environment_weight_stops_delaying_a_client_without_an_event() {
+    let mut t = Talk::new(adaptive(AntiThrash::On, ms(500), s(0)));
+    (1..=3).for_each(|n| drop(t.join(n, GIB)));
+    let limits = EnvLimits { weight: Some(20), ..EnvLimits::default() };
+    t.say(Event::EnvLimits { client: client(2), limits });
+    t.request(2);
+    t.request(3);
+    t.after(ms(500));
+    t.release(2, ReleaseReason::Idle);
+    t.request(2);
+    t.after(ms(1));
+    t.request(1);
+    let queue = |t: &Talk| t.machine.gpus()[0].waiters.iter().map(|waiter| waiter.client).collect::<Vec<_>>();
+    t.after(ms(2400));
+    assert_eq!(queue(&t), [client(1), client(2)]);
+    t.after(ms(100));
+    assert_eq!(queue(&t), [client(2), client(1)]);
+}
+
 #[test]
 fn clients_that_run_last_are_evicted_first() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(0)));

@@ -73,6 +73,7 @@ fn a_holder_that_is_not_preempted_has_no_predicted_end() {
     t.join_of(TenantId(3), 3, GIB);
     t.request(3);
     assert_eq!(reasons(&t, 2), [(3, Reason::OtherIsIdle)]);
+    assert_eq!(of(&t, 2).ahead[0].takes, None, "it runs until it has no more work");
     assert_eq!(reasons(&t, 3), []);
 }
 
@@ -144,6 +145,126 @@ fn the_obstacle_of_an_unqueued_client_is_named() {
 }
 
 #[test]
+fn each_obstacle_outside_the_queue_is_named() {
+    let mut t = Talk::with_waiter();
+    t.say(Event::Suspend { suspended: true });
+    assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Suspended));
+    t.say(Event::Suspend { suspended: false });
+    t.say(Event::Drain { gpu: gpu(0), drained: true });
+    assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Drained));
+
+    let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
+    t.request(1);
+    assert_eq!(of(&t, 1).obstacle, Some(Obstacle::OwnHold));
+
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.join(2, 6 * GIB);
+    t.request(2);
+    t.report(2, 7 * GIB, 6 * GIB, 0);
+    t.release(2, ReleaseReason::NoMemory);
+    t.request(2);
+    t.now += ms(100);
+    assert_eq!(of(&t, 2).obstacle, Some(Obstacle::MappingFailed(ms(400))));
+}
+
+#[test]
+fn obstacles_that_rules_set_are_named() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.put(&[1], RuleLimits { share: Some(Share { max: 10, ..Share::default() }), ..RuleLimits::default() });
+    t.request(1);
+    t.after(s(2));
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    // Of the 2 s, 1.25 s must have left the period of 10 s. The second left before this one.
+    assert!(matches!(of(&t, 1).obstacle, Some(Obstacle::TimeMax(left)) if (ms(9250)..ms(9251)).contains(&left)));
+    // While another member of the group holds the GPU, no time can be predicted.
+    let mut t = Talk::in_mode(AntiThrash::On);
+    (1..3).for_each(|n| drop(t.join(n, GIB)));
+    t.put(&[1, 2], RuleLimits { share: Some(Share { max: 10, ..Share::default() }), ..RuleLimits::default() });
+    t.request(1);
+    t.after(s(2));
+    t.request(2);
+    assert_eq!((t.state(1), of(&t, 2).obstacle), (LockState::Revoking, Some(Obstacle::TimeMax(ms(250)))));
+
+    let mut t = Talk::in_mode(AntiThrash::On);
+    let waits = RuleLimits { on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() };
+    for n in [1, 2] {
+        t.join(n, 0);
+        t.put(&[n], RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..waits });
+        t.report(1, 6 * GIB, 0, 0);
+        t.map(n);
+    }
+    t.wish(2, 4 * GIB);
+    assert_eq!((of(&t, 1).obstacle, of(&t, 2).obstacle), (None, Some(Obstacle::Memory(4 * GIB))));
+
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    (1..3).for_each(|n| drop(t.join_of(TenantId(n), n, 0)));
+    t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
+    t.put(&[2], RuleLimits { share: Some(Share { priority: 1, ..Share::default() }), ..RuleLimits::default() });
+    t.request(2);
+    t.say(Event::Requested { client: client(1), gpus: gpus([0, 1]) });
+    assert_eq!(of(&t, 1).obstacle, Some(Obstacle::Behind(gpu(0))));
+}
+
+#[test]
+fn an_absent_gang_member_is_named_as_the_obstacle() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(3, 0);
+    t.request(3);
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.request(n);
+    }
+    t.say(Event::Stopped { client: client(1), stopped: true });
+    assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Away(vec![client(1)])));
+}
+
+#[test]
+fn a_wait_for_room_for_a_context_is_named_as_the_obstacle() {
+    for is_full in [false, true] {
+        let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, s(1)) });
+        t.join(1, 15 * GIB - 512 * MIB);
+        if is_full {
+            t.measured(16 * GIB);
+        }
+        t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+        assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Context { deferred: !is_full }));
+        assert_eq!(of(&t, 1).obstacle, None);
+    }
+}
+
+#[test]
+fn a_request_that_is_served_before_an_earlier_one_is_shorter_or_has_aged() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    (1..=3).for_each(|n| drop(t.join(n, GIB)));
+    t.request(2);
+    t.request(1);
+    t.after(ms(300));
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2);
+    t.after(ms(10));
+    t.request(3);
+    assert_eq!((t.state(1), reasons(&t, 2)), (LockState::Holding, vec![(3, Reason::Shorter)]));
+
+    let adaptive = Settings { policy: PolicyName::Adaptive, ..settings(AntiThrash::On, s(1)) };
+    let mut t = Talk::new(adaptive);
+    (1..=3).for_each(|n| drop(t.join(n, GIB)));
+    t.request(2);
+    t.after(s(20));
+    t.request(1);
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2);
+    t.after(s(17));
+    t.request(3);
+    assert_eq!((t.state(1), reasons(&t, 3)), (LockState::Revoking, vec![(2, Reason::Aged)]));
+}
+
+#[test]
 fn the_predicted_start_includes_the_time_to_move_memory() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuLink { gpu: gpu(0), rate: 8 * GIB });
@@ -151,12 +272,45 @@ fn the_predicted_start_includes_the_time_to_move_memory() {
     t.request(1);
     t.map(1);
     t.join(2, 12 * GIB);
+    t.join(3, 12 * GIB);
     t.request(2);
+    t.request(3);
     let what = of(&t, 2);
-    assert_eq!(what.leaves, 8 * GIB, "4 GiB are free");
-    assert!(what.moving >= s(1), "8 GiB at 8 GiB/s: {:?}", what.moving);
-    let rest = what.holders[0].left.expect("its turn ends");
-    assert!(what.starts.expect("an end") >= rest + s(1), "{what:?}");
+    assert_eq!((what.leaves, what.comes, what.moving), (8 * GIB, 8 * GIB, s(2)), "4 GiB are free");
+    // The rest of a turn and a drain precede the move.
+    assert_eq!(what.starts, Some(s(3) + ms(10)));
+    let ahead = Ahead { clients: vec![client(2)], reason: Reason::Earlier, takes: Some(s(3)) };
+    let what = of(&t, 3);
+    assert_eq!((what.leaves, what.ahead, what.starts), (12 * GIB, vec![ahead], Some(s(7) + ms(10))));
+    let starts = [(client(2), s(3) + ms(10)), (client(3), s(7) + ms(10))];
+    assert_eq!(t.machine.expected_starts(gpu(0), 1, t.now), starts[..1]);
+    assert_eq!(t.machine.expected_starts(gpu(0), 9, t.now), starts);
+    // Memory of idle clients leaves while the holder still runs.
+    t.release(1, ReleaseReason::Idle);
+    t.map(1);
+    t.map(2);
+    assert_eq!(t.state(2), LockState::Holding);
+    t.report(3, 4 * GIB, 0, 0);
+    assert_eq!(of(&t, 3).starts, Some(s(1) + ms(10)));
+}
+
+#[test]
+fn a_client_ahead_is_expected_to_run_to_the_end_of_its_level() {
+    let adaptive = Settings { policy: PolicyName::Adaptive, ..settings(AntiThrash::On, s(1)) };
+    let mut t = Talk::new(adaptive);
+    (1..=3).for_each(|n| drop(t.join(n, GIB)));
+    t.request(3);
+    t.after(s(20));
+    t.release(3, ReleaseReason::Revoked);
+    t.request(2);
+    t.request(3);
+    t.after(s(5));
+    assert!(t.request(1).contains(&revoke(2)));
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2);
+    // Client 2's level ends after 16 s of GPU time, and its burst has lasted for 5 s.
+    let ahead = Ahead { clients: vec![client(2)], reason: Reason::LessServed, takes: Some(s(5)) };
+    assert_eq!((t.state(1), of(&t, 3).ahead), (LockState::Holding, vec![ahead]));
 }
 
 /// Returns the errors of forecasts at several moments, in seconds. The clients always have work.

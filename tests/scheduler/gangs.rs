@@ -175,18 +175,43 @@ fn a_member_that_drains_in_time_delays_the_next_grant() {
     assert_eq!(t.release(2, ReleaseReason::Revoked)[..1], [grant(3)]);
 }
 
-/// Returns a machine with two GPUs. Clients 1 and 2 are a gang, and so are clients 3 and 4. The first
-/// client of each gang is on GPU 0, and the other one on GPU 1. Client 1 has GPU 0.
-fn with_conflicting_gangs(anti_thrash: AntiThrash) -> Talk {
+/// Returns a machine with two GPUs. The clients attached their GPUs a while ago. Each client is given by
+/// its number, its gang (0: none) and the number of its GPU.
+fn on_two_gpus(anti_thrash: AntiThrash, clients: &[(u64, u64, u64)]) -> Talk {
     let mut t = Talk::in_mode(anti_thrash);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
-    for (n, gang, at) in [(1, 1, 0), (2, 1, 1), (3, 2, 0), (4, 2, 1)] {
+    for (n, gang, at) in clients.iter().copied() {
         let (client, gpu) = (client(n), gpu(at));
-        t.say(Event::Connected { client, gang, tenant: TenantId(gang) });
+        let tenant = TenantId(if gang == 0 { 100 + n } else { gang });
+        t.say(Event::Connected { client, gang, tenant });
         t.say(Event::Attached { client, gpu, engine: Engine::Swap });
         let report = MemoryReport { ack: u32::MAX, demand: GIB, limit_ack: u32::MAX, ..MemoryReport::default() };
         t.say(Event::Memory { client, gpu, report });
     }
+    t.after(Duration::from_secs(2));
+    t
+}
+
+fn ask(t: &mut Talk, n: u64, at: u64) -> Vec<Command> {
+    t.say(Event::Requested { client: client(n), gpus: gpus([at]) })
+}
+
+fn leave(t: &mut Talk, n: u64, at: u64, reason: ReleaseReason) -> Vec<Command> {
+    t.say(Event::Released { client: client(n), gpus: gpus([at]), reason, busy: Duration::ZERO })
+}
+
+fn granted(n: u64, at: u64) -> Command {
+    Command::Grant { client: client(n), gpus: gpus([at]) }
+}
+
+fn revoked(n: u64, at: u64) -> Command {
+    Command::Revoke { client: client(n), gpus: gpus([at]) }
+}
+
+/// Clients 1 and 2 are a gang, and so are clients 3 and 4. The first client of each gang is on GPU 0,
+/// and the other one on GPU 1. Client 1 has GPU 0.
+fn with_conflicting_gangs(anti_thrash: AntiThrash) -> Talk {
+    let mut t = on_two_gpus(anti_thrash, &[(1, 1, 0), (2, 1, 1), (3, 2, 0), (4, 2, 1)]);
     t.request(1);
     t.after(Duration::from_secs(10));
     assert_eq!(t.state(1), LockState::Holding);
@@ -202,18 +227,125 @@ fn a_gang_is_granted_other_gpus_as_soon_as_a_conflicting_gang_has_left() {
         Event::Disconnected { client: client(2) },
     ] {
         let mut t = with_conflicting_gangs(AntiThrash::On);
-        t.say(Event::Requested { client: client(4), gpus: gpus([1]) });
+        ask(&mut t, 4, 1);
         t.after(ms(50));
         assert_eq!(t.state(4), LockState::Waiting, "the other gang runs");
-        let granted = Command::Grant { client: client(4), gpus: gpus([1]) };
-        assert!(t.say(leaves.clone()).contains(&granted), "{leaves:?}");
+        assert!(t.say(leaves.clone()).contains(&granted(4, 1)), "{leaves:?}");
     }
 }
 
 #[test]
 fn conflicting_gangs_run_together_without_turns() {
     let mut t = with_conflicting_gangs(AntiThrash::Off);
-    let commands = t.say(Event::Requested { client: client(4), gpus: gpus([1]) });
-    assert!(commands.contains(&Command::Grant { client: client(4), gpus: gpus([1]) }), "{commands:?}");
+    let commands = ask(&mut t, 4, 1);
+    assert!(commands.contains(&granted(4, 1)), "{commands:?}");
     assert!(!t.after(Duration::from_secs(60)).iter().any(|c| matches!(c, Command::Revoke { .. })));
+}
+
+#[test]
+fn a_gangs_turn_includes_the_turns_of_members_that_have_left() {
+    let mut t = with_conflicting_gangs(AntiThrash::On);
+    leave(&mut t, 1, 0, ReleaseReason::Idle);
+    t.after(Duration::from_secs(2));
+    ask(&mut t, 1, 0);
+    ask(&mut t, 4, 1);
+    t.after(ms(800));
+    assert!(ask(&mut t, 2, 1).contains(&granted(2, 1)), "its gang has its turn");
+    t.after(ms(100));
+    leave(&mut t, 1, 0, ReleaseReason::Idle);
+    t.after(ms(99));
+    assert_eq!(t.state(2), LockState::Holding);
+    assert!(t.after(ms(1)).contains(&revoked(2, 1)), "the gang has had a time quantum");
+}
+
+#[test]
+fn a_gang_precedes_other_clients_only_during_its_turn() {
+    let mut t = on_two_gpus(AntiThrash::On, &[(1, 1, 0), (2, 1, 1), (3, 0, 1), (4, 0, 1)]);
+    ask(&mut t, 3, 1);
+    ask(&mut t, 4, 1);
+    ask(&mut t, 1, 0);
+    t.after(ms(100));
+    ask(&mut t, 2, 1);
+    let queue = |t: &Talk| t.machine.gpus()[1].waiters.iter().map(|waiter| waiter.client).collect::<Vec<_>>();
+    assert_eq!(queue(&t), [client(2), client(4)]);
+    let explanation = t.machine.explain(client(4), t.now).next().expect("it has a GPU");
+    assert_eq!(explanation.ahead.iter().map(|ahead| ahead.reason).collect::<Vec<_>>(), [Reason::GangTurn]);
+    t.after(ms(900));
+    assert_eq!(queue(&t), [client(4), client(2)]);
+}
+
+/// A member that has not drained may need the other member.
+#[test]
+fn a_gpu_is_kept_for_a_draining_gang_if_a_member_left_it_during_the_turn() {
+    for leaves_during_the_turn in [false, true] {
+        let mut t = on_two_gpus(AntiThrash::On, &[(1, 1, 0), (2, 1, 1), (3, 0, 1), (4, 0, 0)]);
+        ask(&mut t, 3, 1);
+        ask(&mut t, 1, 0);
+        ask(&mut t, 2, 1);
+        t.after(ms(10));
+        let leaving = if leaves_during_the_turn { [(3, 1), (1, 0)] } else { [(1, 0), (3, 1)] };
+        leaving.into_iter().for_each(|(n, at)| drop(leave(&mut t, n, at, ReleaseReason::Idle)));
+        assert_eq!(t.state(2), LockState::Holding);
+        ask(&mut t, 3, 1);
+        assert_eq!(t.after(Duration::from_secs(1)), [revoked(2, 1)]);
+        assert_eq!(ask(&mut t, 4, 0).contains(&granted(4, 0)), !leaves_during_the_turn);
+        let commands = leave(&mut t, 2, 1, ReleaseReason::Revoked);
+        assert_eq!(commands.contains(&granted(4, 0)), leaves_during_the_turn, "{commands:?}");
+    }
+}
+
+#[test]
+fn a_gpu_on_which_a_member_has_never_run_is_not_kept_for_its_gang() {
+    let mut t = on_two_gpus(AntiThrash::On, &[(2, 1, 1), (3, 0, 1), (4, 0, 0)]);
+    ask(&mut t, 2, 1);
+    t.after(ms(10));
+    t.say(Event::Connected { client: client(1), gang: 1, tenant: TenantId(1) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    ask(&mut t, 3, 1);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoked(2, 1)]);
+    assert!(ask(&mut t, 4, 0).contains(&granted(4, 0)));
+}
+
+#[test]
+fn a_withdrawn_revoke_frees_a_gpu_that_was_kept_for_the_gang() {
+    let mut t = on_two_gpus(AntiThrash::On, &[(1, 1, 0), (2, 1, 1), (3, 0, 1), (4, 0, 0)]);
+    ask(&mut t, 1, 0);
+    ask(&mut t, 2, 1);
+    ask(&mut t, 3, 1);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoked(1, 0), revoked(2, 1)]);
+    leave(&mut t, 1, 0, ReleaseReason::Revoked);
+    t.say(Event::Stuck { client: client(2), gpus: gpus([1]), reason: StuckReason::NeedsHost });
+    assert_eq!(ask(&mut t, 4, 0), []);
+    t.say(Event::Disconnected { client: client(3) });
+    let commands = t.after(ms(100));
+    assert_eq!((t.state(2), commands.contains(&granted(4, 0))), (LockState::Holding, true), "{commands:?}");
+}
+
+#[test]
+fn a_gang_has_the_worst_class_of_its_members() {
+    let mut t = on_two_gpus(AntiThrash::On, &[(1, 0, 0), (2, 0, 1), (3, 0, 1)]);
+    let share = Share { interactive: true, ..Share::default() };
+    t.put(&[1, 2], RuleLimits { gang: true, share: Some(share), ..RuleLimits::default() });
+    ask(&mut t, 2, 1);
+    ask(&mut t, 3, 1);
+    assert!(t.after(Duration::from_secs(1)).contains(&revoked(2, 1)));
+    leave(&mut t, 2, 1, ReleaseReason::Revoked);
+    assert_eq!(t.state(3), LockState::Holding);
+    // The group has used more than its share of GPU 1, but not of GPU 0.
+    ask(&mut t, 1, 0);
+    ask(&mut t, 2, 1);
+    t.after(ms(500));
+    assert_eq!(t.state(3), LockState::Holding);
+}
+
+#[test]
+fn a_stuck_member_becomes_undrainable_for_a_conflicting_gang_on_another_gpu() {
+    let mut t = with_conflicting_gangs(AntiThrash::On);
+    assert!(ask(&mut t, 4, 1).contains(&revoked(1, 0)));
+    for _ in 0..30 {
+        assert_eq!(t.state(4), LockState::Waiting);
+        t.say(Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::NeedsHost });
+        t.after(ms(100));
+    }
+    assert_eq!((t.state(1), t.state(4)), (LockState::Undrainable, LockState::Holding));
 }

@@ -18,4 +18,5 @@ mod rooms;
 mod rules;
 mod shares;
 mod sleep;
+mod views;
 mod worlds;

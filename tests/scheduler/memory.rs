@@ -48,6 +48,9 @@ fn an_allocation_beyond_the_group_limit_waits_for_freed_memory() {
     assert_eq!(wish(&mut t, 2, 3 * GIB), [waiting(2, WaitReason::Memory)]);
     assert_eq!(t.after(Duration::from_secs(3600)), [], "as long as it takes");
     assert_eq!(wish(&mut t, 2, 3 * GIB), [], "it knows");
+    assert_eq!(wish(&mut t, 2, 4 * GIB), [], "it knows");
+    assert_eq!(t.attachment(2).pending_limit, Some(4 * GIB));
+    wish(&mut t, 2, 3 * GIB);
     t.report(1, 4 * GIB, 4 * GIB, 0);
     settle(&mut t, 2);
     assert_eq!(fulfilled(&t, &[(2, 3 * GIB)]), [2]);

@@ -398,6 +398,19 @@ fn scarce_host_memory_lowers_limits_on_the_target_gpu() {
 }
 
 #[test]
+fn a_moved_clients_demand_counts_towards_host_memory_on_its_new_gpu() {
+    let mut scene = Scene::restoring();
+    scene.helper(1, SleepOutcome::Runs);
+    scene.runs_on(1);
+    scene.t.say(Event::HostMemory { bytes: GIB });
+    scene.map(1);
+    // Another program takes most of the GPU, so 2 GiB of the client's memory do not fit there.
+    let begun = scene.t.now;
+    scene.t.say(Event::GpuOverhead { gpu: gpu(1), begun, bytes: 14 * GIB, others: 0, complete: true });
+    assert_eq!(scene.attachment(1).limit, 4 * GIB, "host memory is scarce, and a limit does not fall below a demand");
+}
+
+#[test]
 fn a_sleeping_client_moves_after_lower_limits_are_acknowledged() {
     for answers in [false, true] {
         let mut scene = scarce();
@@ -566,6 +579,34 @@ fn a_client_that_exits_during_a_move_leaves_no_charges() {
     }
 }
 
+#[test]
+fn room_for_a_restore_is_set_aside_on_all_gpus_of_a_client_or_on_none() {
+    let mut scene = Scene::new();
+    scene.join(2, 0, GIB);
+    scene.t.say(Event::Attached { client: client(2), gpu: gpu(1), engine: Engine::Swap });
+    scene.measure();
+    scene.t.after(Duration::from_secs(3));
+    let of = |n| (client(n), SleepOutcome::Asleep);
+    for (client, outcome) in [of(2), of(1)] {
+        scene.t.say(Event::SleepWanted { client, paused: true });
+        scene.map(client.0);
+        scene.t.say(Event::SleepReady { client });
+        scene.contexts.remove(&client.0);
+        scene.t.say(Event::Checkpointed { client, outcome });
+        scene.measure();
+    }
+    scene.t.say(Event::Resumed { client: client(1) });
+    scene.comes(&[]);
+    // Client 1 is being restored on GPU 0, so client 2 waits for that GPU.
+    let capacity = |scene: &Scene| scene.t.machine.gpu(gpu(1)).expect("a GPU").capacity;
+    let before = capacity(&scene);
+    scene.t.say(Event::Resumed { client: client(2) });
+    assert_eq!((scene.phase(2), capacity(&scene)), (SleepPhase::Waking, before));
+    scene.contexts.insert(1, 0);
+    scene.helper(1, SleepOutcome::Runs);
+    assert_eq!(capacity(&scene), before - CONTEXT - 64 * MIB);
+}
+
 /// Draining a GPU.
 mod drain {
     use super::*;
@@ -629,6 +670,19 @@ mod drain {
         assert_eq!((scene.phase(1), scene.attachment(1).gpu), (SleepPhase::Asleep, gpu(1)));
         scene.t.say(Event::WakeRequested { client: client(1) });
         scene.comes(&[(0, 1)]);
+    }
+
+    #[test]
+    fn a_client_that_waits_for_its_restore_sleeps_on_if_its_gpu_is_drained() {
+        let mut scene = Scene::asleep();
+        scene.t.say(Event::WakeRequested { client: client(1) });
+        assert_eq!(scene.phase(1), SleepPhase::Waking);
+        drain(&mut scene, &[]);
+        scene.measure();
+        scene.measure();
+        assert_eq!(scene.phase(1), SleepPhase::Asleep);
+        undrain(&mut scene);
+        scene.comes(&[]);
     }
 
     #[test]

@@ -69,6 +69,17 @@ fn a_room_preempts_a_holders_turn() {
 }
 
 #[test]
+fn a_room_preempts_one_of_two_holders_that_fit_beside_it_only_alone() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    for n in [1, 2] {
+        t.join(n, 6 * GIB);
+        t.request(n);
+    }
+    let commands = make(&mut t, 1, 8 * GIB);
+    assert!(commands.contains(&revoke(1)) && !commands.contains(&revoke(2)), "{commands:?}");
+}
+
+#[test]
 fn clients_that_fit_beside_a_room_continue() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
@@ -99,6 +110,23 @@ fn a_room_is_ready_once_the_freed_memory_is_measured() {
     let begun = t.now;
     t.now += ms(2);
     assert!(t.say(Event::Measured { gpu: gpu(0), begun, free: None, evicted: 0, found }).contains(&ready(1)));
+}
+
+#[test]
+fn freed_memory_beyond_a_room_need_not_be_measured() {
+    for more in [0, MIB] {
+        let mut t = Talk::in_mode(AntiThrash::On);
+        t.join(1, 8 * GIB);
+        t.join(2, 12 * GIB);
+        t.request(2);
+        t.map(1);
+        assert_eq!((t.attachment(1).charge, t.attachment(1).unverified), (4 * GIB, 4 * GIB));
+        t.say(Event::Disconnected { client: client(2) });
+        t.now += ms(1);
+        let commands = make(&mut t, 1, 8 * GIB + more);
+        let measures = commands.contains(&Command::Measure { gpu: gpu(0) });
+        assert_eq!((commands.contains(&ready(1)), measures), (more == 0, more > 0), "{commands:?}");
+    }
 }
 
 #[test]

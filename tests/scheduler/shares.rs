@@ -4,6 +4,7 @@
 
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 fn s(seconds: u64) -> Duration {
@@ -470,4 +471,95 @@ fn an_idle_environment_weight_ranks_a_client_last_in_its_group() {
     }
     let plain = waits(EnvLimits::default(), None);
     assert!(plain.iter().any(|wait| *wait > s(1)), "{plain:?}");
+}
+
+#[test]
+fn a_client_is_below_its_minimum_until_it_has_used_all_of_it() {
+    for (used, turn) in [(ms(999), ms(250)), (ms(1000), ms(1000))] {
+        let mut t = Talk::in_mode(AntiThrash::On);
+        (1..3).for_each(|n| drop(t.join_of(TenantId(n), n, GIB)));
+        t.put(&[1], RuleLimits { share: bounds(10, 100), ..RuleLimits::default() });
+        t.request(1);
+        t.after(used);
+        t.release(1, ReleaseReason::Idle);
+        t.request(2);
+        t.request(1);
+        t.after(turn - ms(1));
+        assert_eq!(t.state(2), LockState::Holding, "{used:?}");
+        assert!(t.after(ms(1)).contains(&revoke(2)), "{used:?}");
+    }
+}
+
+#[test]
+fn an_interactive_client_goes_first_again_once_it_has_waited_for_its_used_time() {
+    let mut t = Talk::new(settings(AntiThrash::On, s(5)));
+    (1..3).for_each(|n| drop(t.join_of(TenantId(n), n, GIB)));
+    let interactive = share(Share { interactive: true, ..Share::default() });
+    t.put(&[1], RuleLimits { share: interactive, ..RuleLimits::default() });
+    t.request(1);
+    t.request(2);
+    t.after(s(1));
+    t.release(1, ReleaseReason::Idle);
+    t.request(1);
+    t.after(ms(999));
+    assert_eq!((t.state(1), t.state(2)), (LockState::Waiting, LockState::Holding));
+    assert!(t.after(ms(1)).contains(&revoke(2)));
+}
+
+#[test]
+fn a_preceding_holder_ends_its_turn_for_memory_that_the_driver_needs() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join_of(TenantId(1), 1, 16 * GIB);
+    t.join_of(TenantId(2), 2, GIB);
+    t.put(&[2], RuleLimits { share: weight(0), ..RuleLimits::default() });
+    t.request(1);
+    t.request(2);
+    assert!(!t.after(s(60)).contains(&revoke(1)), "the waiting client has weight 0");
+    t.join_of(TenantId(3), 3, 0);
+    let commands = t.say(Event::ReservationRequested { client: client(3), gpu: gpu(0), bytes: GIB });
+    assert!(commands.contains(&revoke(1)), "{commands:?}");
+}
+
+#[test]
+fn a_changed_share_applies_to_waiting_members_that_the_change_does_not_name() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    (1..=3).for_each(|n| drop(t.join_of(TenantId(n), n, GIB)));
+    t.put(&[1, 2], RuleLimits { share: weight(100), ..RuleLimits::default() });
+    t.request(3);
+    t.request(1);
+    let urgent = share(Share { priority: 5, ..Share::default() });
+    assert!(t.put(&[2], RuleLimits { share: urgent, ..RuleLimits::default() }).contains(&revoke(3)));
+}
+
+#[test]
+fn a_longer_period_applies_to_a_client_that_has_used_its_maximum() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.put(&[1], RuleLimits { share: bounds(0, 10), ..RuleLimits::default() });
+    t.request(1);
+    assert!(t.after(ms(1001)).contains(&revoke(1)));
+    t.release(1, ReleaseReason::Revoked);
+    assert!(!t.request(1).contains(&grant(1)));
+    let longer = Settings { time_period: PERIOD * 10, ..settings(AntiThrash::On, s(1)) };
+    assert!(t.say(Event::Configure(longer)).contains(&grant(1)));
+}
+
+#[test]
+fn a_queued_waiter_for_several_gpus_leaves_a_free_gpu_to_others_once_it_is_preceded() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in 1..=4 {
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
+        for at in [0, 1] {
+            t.say(Event::Attached { client: client(n), gpu: gpu(at), engine: Engine::Swap });
+        }
+    }
+    let urgent = share(Share { priority: 5, ..Share::default() });
+    t.put(&[4], RuleLimits { share: urgent, ..RuleLimits::default() });
+    let ask = |t: &mut Talk, n, at| t.say(Event::Requested { client: client(n), gpus: at });
+    ask(&mut t, 1, gpus([0]));
+    ask(&mut t, 2, gpus([0, 1]));
+    assert_eq!(ask(&mut t, 3, gpus([1])), [], "GPU 1 is kept for client 2");
+    let commands = ask(&mut t, 4, gpus([0]));
+    assert!(commands.contains(&Command::Grant { client: client(3), gpus: gpus([1]) }), "{commands:?}");
 }

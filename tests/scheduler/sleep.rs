@@ -112,6 +112,14 @@ fn a_sleeping_clients_memory_is_free_once_measured() {
 }
 
 #[test]
+fn a_client_without_memory_is_not_asked_to_evict_before_it_sleeps() {
+    let mut scene = Scene::new(&[0, GIB]);
+    let commands = scene.pause(1);
+    assert_eq!(allowances(&commands), []);
+    assert_eq!(commands.last(), Some(&Command::PrepareSleep { client: client(1), paused: true }));
+}
+
+#[test]
 fn a_paused_client_runs_only_after_it_is_resumed() {
     let mut scene = Scene::paused(&[4 * GIB, GIB]);
     scene.measure();
@@ -192,6 +200,34 @@ fn two_asleep() -> Scene {
     scene.resume(1);
     assert_eq!(scene.measure(), [checkpoint(1, SleepOperation::Wake)]);
     scene
+}
+
+/// A restore fails if memory that was reported as freed is still in use.
+#[test]
+fn during_a_restore_freed_memory_is_measured_before_its_own_tenant_gets_it() {
+    for is_restoring in [false, true] {
+        let mut scene = Scene::paused(&[4 * GIB]);
+        scene.measure();
+        for (n, demand) in [(2, 12 * GIB), (3, 0)] {
+            scene.t.join_of(TenantId(9), n, demand);
+            scene.contexts.push(n);
+            scene.measure();
+        }
+        scene.t.map(2);
+        scene.measure();
+        assert_eq!(scene.t.attachment(2).mapped, 12 * GIB);
+        if is_restoring {
+            let commands = [scene.resume(1), scene.measure(), scene.measure()].concat();
+            assert!(commands.contains(&checkpoint(1, SleepOperation::Wake)), "{commands:?}");
+        }
+        scene.t.report(2, 2 * GIB, 2 * GIB, 0);
+        scene.t.report(3, 10 * GIB, 0, 0);
+        scene.t.request(3);
+        scene.t.map(2);
+        assert_eq!(scene.t.state(3) == LockState::Waiting, is_restoring);
+        scene.measure();
+        assert_eq!(scene.t.state(3), LockState::Holding);
+    }
 }
 
 /// The restore of a stopped process doesn't end.
@@ -296,6 +332,27 @@ fn room_that_can_no_longer_become_free_is_given_up() {
     assert_eq!(scene.capacity(), capacity - CONTEXT - 64 * MIB, "room is set aside");
     scene.t.report(3, all, all, all);
     assert_eq!((scene.phase(1), scene.capacity()), (SleepPhase::Waking, capacity));
+}
+
+#[test]
+fn the_room_for_a_restore_is_a_small_part_of_a_small_gpu() {
+    let mut scene = Scene::paused(&[GIB / 2]);
+    scene.measure();
+    scene.t.say(Event::GpuFound { gpu: gpu(0), total: 2 * GIB });
+    let capacity = scene.capacity();
+    scene.resume(1);
+    assert_eq!(scene.capacity(), capacity - CONTEXT - 64 * MIB, "for the GPU's size when it fell asleep");
+    let mut scene = Scene::new(&[GIB / 2]);
+    scene.t.say(Event::GpuFound { gpu: gpu(0), total: 2 * GIB });
+    scene.pause(1);
+    scene.t.map(1);
+    scene.ready(1);
+    scene.contexts.clear();
+    scene.helper(1, SleepOutcome::Asleep);
+    scene.measure();
+    let capacity = scene.capacity();
+    scene.resume(1);
+    assert_eq!(scene.capacity(), capacity - 128 * MIB - 32 * MIB);
 }
 
 #[test]

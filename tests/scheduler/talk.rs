@@ -31,6 +31,8 @@ impl Talk {
     pub fn say(&mut self, event: Event) -> Vec<Command> {
         let commands = self.machine.handle(self.now, event);
         self.decisions.add(self.now, &commands);
+        let deadline = self.machine.deadline();
+        assert!(deadline.is_none_or(|at| at > self.now), "a deadline that has passed already: {deadline:?}");
         commands
     }
 

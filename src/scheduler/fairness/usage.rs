@@ -129,6 +129,9 @@ mod tests {
         assert_eq!(window.used(s(116)), s(0));
         let at = window.falls_below(s(2), s(106)).expect("a time");
         assert!(at > s(111) && at <= s(111) + EXACT, "{at:?}");
+        let at = window.falls_below(s(1), s(112)).expect("a time");
+        assert!(at > s(115) && at <= s(115) + EXACT, "{at:?}: until then it stays at a second");
+        assert!(!usage.is_past(s(115), s(10)) && usage.is_past(s(116), s(10)));
         let window = Window { since: Some(s(107)), ..window };
         assert_eq!((window.used(s(107)), window.used(s(110))), (s(3), s(6)));
         let at = window.reaches(s(7), s(107)).expect("a time");

@@ -444,4 +444,19 @@ mod tests {
         account.charge_as_known(at(8));
         assert_eq!((account.charge, account.unverified()), (10, 20), "it may have mapped the rest");
     }
+
+    #[test]
+    fn a_lapsed_allowance_ends_when_a_measurement_refutes_the_claim() {
+        let mut account = Account::default();
+        account.distrust();
+        account.set(at(1), 20);
+        account.set(at(2), 0);
+        account.charge_as_known(at(3));
+        assert_eq!(account.charge, 0);
+        account.reported(at(4), MemoryReport { ack: 1, demand: 20, mapped: 15, ..MemoryReport::default() });
+        for (begun, charge) in [(3, 15), (5, 0)] {
+            account.measured(at(begun), Some(Found { least: 0, most: 0 }));
+            assert_eq!(account.charge, charge, "measured at {begun} s");
+        }
+    }
 }

@@ -95,3 +95,48 @@ fn smoothed(rate: u64, measured: u64) -> u64 {
 fn at_rate(bytes: u64, per_second: u64) -> Duration {
     Duration::from_micros(((u128::from(bytes) * 1_000_000) / u128::from(per_second.max(1))).min(1 << 50) as u64)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn a_rate_rises_faster_than_it_falls() {
+        let second = Duration::from_secs(1);
+        assert_eq!(measured(8 * GIB, 16 * GIB, second), 12 * GIB);
+        assert_eq!(measured(8 * GIB, 4 * GIB, second), 7 * GIB);
+        assert_eq!(measured(8 * GIB, 8 * GIB, second * 2), 7 * GIB);
+        assert_eq!(measured(RATES.0, 1, second), RATES.0);
+        assert_eq!(measured(RATES.1, u64::MAX, Duration::ZERO), RATES.1);
+    }
+
+    #[test]
+    fn memory_moves_at_the_rate_of_the_link_or_of_its_client() {
+        let ms = Duration::from_millis;
+        let mut rates = Rates::default();
+        assert_eq!((rates.link(), rates.moving(24 * GIB), rates.coming(24 * GIB)), (None, ms(1000), ms(500)));
+        rates.link_found(8 * GIB);
+        assert_eq!((rates.link(), rates.moving(4 * GIB), rates.coming(4 * GIB)), (Some(8 * GIB), ms(500), ms(500)));
+        assert_eq!(rates.both_ways(4 * GIB, None), ms(1000));
+        assert_eq!(rates.both_ways(4 * GIB, Some(16 * GIB)), ms(750), "it is restored at the rate of the link");
+        assert_eq!(rates.both_ways(4 * GIB, Some(2 * GIB)), ms(4000));
+    }
+
+    #[test]
+    fn a_measured_eviction_sets_the_clients_rate_and_lowers_the_gpus_rate() {
+        let client = ClientId(1);
+        let mut gpu = Gpu::new(GpuId(Uuid([0; 16])), 16 * GIB);
+        gpu.attach(Time::ZERO, client, TenantId(0), Engine::Swap);
+        gpu.rates.link_found(8 * GIB);
+        let mut learn = |bytes, contents, seconds| {
+            gpu.learn_rate(client, bytes, contents, Duration::from_secs(seconds));
+            (gpu.attachments.get(&client).and_then(|attachment| attachment.rate), gpu.rates.out)
+        };
+        assert_eq!(learn(MEASURABLE - 1, MEASURABLE - 1, 1), (None, 8 * GIB), "too little says nothing");
+        assert_eq!(learn(24 * GIB, 0, 1), (Some(16 * GIB), 8 * GIB), "no contents were copied");
+        assert_eq!(learn(24 * GIB, 24 * GIB, 1), (Some(20 * GIB), 8 * GIB), "the link is no faster");
+        assert_eq!(learn(4 * GIB, 4 * GIB, 1), (Some(16 * GIB), 7 * GIB));
+    }
+}

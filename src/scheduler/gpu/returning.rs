@@ -215,13 +215,12 @@ impl Gpu {
         if returning.is_measured {
             return Some(Return::HasRoom(client));
         }
-        let due = returning.asked.map_or(now, |asked| asked + MEASURE);
-        if due <= now {
+        if returning.asked.is_none_or(|asked| asked + MEASURE <= now) {
             returning.asked = Some(now);
             // A pending measurement may never arrive, or may have begun too early.
             self.measure_again(fx);
         }
-        Some(Return::Waits(until.into_iter().chain([due.max(now + MEASURE)]).min()))
+        Some(Return::Waits(until.into_iter().chain([now + MEASURE]).min()))
     }
 }
 

@@ -135,3 +135,38 @@ impl Gpu {
         bytes.min(room / count.max(1))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Time {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn a_shortfall_lasts_longer_if_mapping_fails_again_after_it_expired() {
+        let mut failures = Failures::default();
+        let mut lasts = |now: u64| {
+            failures.learn(at(now), 5, 3);
+            (1..=1200).find(|seconds| failures.shortfall(at(now + seconds)) == 0)
+        };
+        assert_eq!([lasts(100), lasts(105), lasts(120)], [Some(10), Some(10), Some(20)]);
+        assert_eq!(lasts(160), Some(10), "mapping did not fail for as long as the last shortfall lasted");
+        assert_eq!([170, 190, 230, 310, 470, 790, 1430].map(lasts).last(), Some(&Some(600)));
+    }
+
+    #[test]
+    fn a_shortfall_grows_with_each_failure_and_shrinks_with_measurements() {
+        let mut failures = Failures::default();
+        failures.learn(at(100), 5, 3);
+        failures.learn(at(101), 4, 6);
+        assert_eq!(failures.shortfall(at(102)), 8 + 4 + 6);
+        failures.measured(Some(7), 1);
+        assert_eq!(failures.shortfall(at(102)), 7 + 6);
+        failures.measured(None, 1);
+        assert_eq!(failures.shortfall(at(102)), 7 + 6);
+        failures.measured(None, 0);
+        assert_eq!(failures.shortfall(at(102)), 0);
+    }
+}

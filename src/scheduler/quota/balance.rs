@@ -165,7 +165,7 @@ impl Quota {
         };
         limit.set(cx.now, bytes, told);
         if limit.lowered == Some(cx.now) && (scarce || cx.rules.is_bounded(client)) {
-            self.balance_at(cx, fx, cx.now + ACK_TIMEOUT);
+            Self::balance_at(fx, cx.now + ACK_TIMEOUT);
         }
         self.recommit(cx, client, id);
         if told {

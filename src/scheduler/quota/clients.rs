@@ -20,8 +20,7 @@ impl Quota {
         gpu.count(rules.group(client), entry.limit.counted, 0);
         gpu.held_requests.remove(&client);
         gpu.fresh.remove(&client);
-        gpu.demands.remove(&(entry.limit.demand(), client));
-        gpu.summed_for = None;
+        gpu.demand_changed(client, entry.limit.demand(), 0);
         self.rising.remove(&(id, client));
         self.falling.remove(&(id, client));
         self.ahead.forget((client, id));
@@ -39,8 +38,7 @@ impl Quota {
         let held = gpu.held_requests.remove(&client);
         let demand = entry.limit.demand();
         gpu.count(cx.rules.group(client), std::mem::take(&mut entry.limit.counted), 0);
-        gpu.demands.remove(&(demand, client));
-        gpu.summed_for = None;
+        gpu.demand_changed(client, demand, 0);
         let rises = self.rising.remove(&(from, client));
         self.falling.remove(&(from, client));
         self.ahead.move_client(client, from, to);
@@ -50,10 +48,7 @@ impl Quota {
         if is_fresh {
             there.fresh.insert(client);
         }
-        if demand > 0 {
-            there.demands.insert((demand, client));
-        }
-        there.summed_for = None;
+        there.demand_changed(client, 0, demand);
         self.set_wanted(client, to, requested);
         if rises {
             self.rising.insert((to, client));
@@ -95,13 +90,7 @@ impl Quota {
         let fell = limit.reported(cx.now, ack, demand);
         let (rose, needs_another) = (limit.committed() > committed, demand != needed);
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
-            gpu.demands.remove(&(needed, client));
-            if demand > 0 {
-                gpu.demands.insert((demand, client));
-            }
-            gpu.summed_for = None;
-        }
-        if needs_another {
+            gpu.demand_changed(client, needed, demand);
             self.host.demand_changed();
         }
         if fell || rose {

@@ -98,13 +98,12 @@ impl Quota {
     /// Sets room aside for all clients in `coming` whose GPU has enough room.
     pub(super) fn set_all_aside(&mut self, cx: Context) {
         let wanting = |(id, gpu): (&GpuId, &super::GpuLimits)| {
-            let wanting = gpu.coming.iter().filter(|(_, coming)| coming.counted < coming.bytes);
-            wanting
-                .map(|(client, coming)| (*client, *id, coming.bytes - coming.counted, coming.bytes))
-                .collect::<Vec<_>>()
+            let wanting = gpu.coming.iter().filter(|(_, coming)| coming.counted != coming.bytes);
+            wanting.map(|(client, coming)| (*client, *id, coming.bytes)).collect::<Vec<_>>()
         };
-        for (client, id, more, bytes) in self.gpus.iter().flat_map(wanting).collect::<Vec<_>>() {
-            if more <= self.committable(cx, id) && self.bytes_in_group(cx, client, id).is_none_or(|room| more <= room) {
+        for (client, id, bytes) in self.gpus.iter().flat_map(wanting).collect::<Vec<_>>() {
+            if bytes <= self.committable(cx, id) && self.bytes_in_group(cx, client, id).is_none_or(|room| bytes <= room)
+            {
                 self.set_aside(cx, client, id, bytes);
                 self.expected.insert(client);
             }

@@ -179,4 +179,16 @@ mod tests {
         limit.reported(NOW, 4, 0);
         assert_eq!(limit.committed(), 4);
     }
+
+    #[test]
+    fn a_client_with_many_unacknowledged_limits_is_unresponsive() {
+        let mut limit = Limit::default();
+        for n in 0..MANY_STEPS {
+            assert!(limit.is_responsive(), "after {n}");
+            limit.set(NOW, (MANY_STEPS - n) as u64, true);
+        }
+        assert!(!limit.is_responsive());
+        limit.reported(NOW, 2, 0);
+        assert!(limit.is_responsive());
+    }
 }

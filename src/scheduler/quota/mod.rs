@@ -166,6 +166,13 @@ impl GpuLimits {
         most
     }
 
+    /// Updates the order of demands. Demands of 0 are left out.
+    fn demand_changed(&mut self, client: ClientId, before: u64, after: u64) {
+        self.demands.remove(&(before, client));
+        self.demands.extend((after > 0).then_some((after, client)));
+        self.summed_for = None;
+    }
+
     /// Updates the sums after one client's committed bytes have changed.
     fn count(&mut self, group: Option<GroupId>, before: u64, after: u64) {
         self.committed = self.committed - before + after;
@@ -282,9 +289,8 @@ impl Quota {
     }
 
     /// Schedules a recomputation of limits for `at`, unless an earlier one is scheduled.
-    fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
-        let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
-        fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
+    fn balance_at(fx: &mut Effects, at: Time) {
+        fx.wake(Wake::Limits, Some(fx.wakes_at(Wake::Limits).map_or(at, |set| set.min(at))));
     }
 
     fn entry_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLimit> {

@@ -168,7 +168,7 @@ impl Quota {
                 let is_full = self.group_room(cx, client, id).is_none_or(|room| room < wanted.bytes - limit);
                 self.deny(fx, client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
             } else {
-                self.balance_at(cx, fx, until);
+                Self::balance_at(fx, until);
             }
         }
     }

@@ -66,6 +66,29 @@ fn a_gpu_of_a_preceded_gpu_set_is_lent_for_short_turns() {
     assert_eq!(t.after(ms(1)), [revoked(4, 0)]);
 }
 
+/// Client 3 is a client of user 1, who has used GPU 0, so client 6 of another user precedes it.
+#[test]
+fn a_gpu_is_lent_once_its_first_client_is_preceded_on_another_gpu() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for (n, user) in [(1, 2), (3, 1), (4, 1), (5, 3), (6, 4)] {
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(user) });
+        for at in [0, 1] {
+            t.say(Event::Attached { client: client(n), gpu: gpu(at), engine: Engine::Swap });
+        }
+    }
+    ask(&mut t, 3, [0]);
+    ask(&mut t, 5, [0]);
+    assert_eq!(t.after(ms(1000)), [revoked(3, 0)]);
+    leave(&mut t, 3, 0, ReleaseReason::Revoked);
+    leave(&mut t, 5, 0, ReleaseReason::Idle);
+    ask(&mut t, 1, [1]);
+    ask(&mut t, 3, [0, 1]);
+    t.after(ms(900));
+    assert_eq!(ask(&mut t, 4, [0]), [], "GPU 1 will be free in 100 ms");
+    assert_eq!(ask(&mut t, 6, [1])[..1], [granted(4, 0)]);
+}
+
 #[test]
 fn backfill_admits_no_client_whose_memory_must_move() {
     let mut t = two_gpus(AntiThrash::On);

@@ -50,6 +50,21 @@ fn unverified_bytes_for_a_holder_go_to_no_later_client() {
     );
 }
 
+#[test]
+fn freed_memory_that_was_measured_is_not_measured_again_at_once() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join_of(TenantId(1), 1, 8 * GIB);
+    t.join_of(TenantId(2), 2, 12 * GIB);
+    t.request(2);
+    assert!(t.map(1).contains(&Command::Measure { gpu: gpu(0) }));
+    assert_eq!((t.attachment(1).unverified, t.state(2)), (4 * GIB, LockState::Waiting));
+    t.now += ms(1);
+    let found = [(client(1), exactly(8 * GIB)), (client(2), exactly(8 * GIB))].into();
+    let commands = t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, evicted: 0, found });
+    assert!(!commands.contains(&Command::Measure { gpu: gpu(0) }), "{commands:?}");
+    assert_eq!((t.attachment(1).unverified, t.state(2)), (4 * GIB, LockState::Waiting));
+}
+
 /// Returns a GPU on which each context takes 1 GiB. Client 1 has all memory except half of such a
 /// context.
 fn nearly_full() -> Talk {
@@ -133,6 +148,18 @@ fn a_context_does_not_wait_for_a_client_that_cannot_run() {
     t.measured(2 * GIB);
     arrive(&mut t, 2, 0);
     assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
+}
+
+/// The driver pages managed memory, so its client runs with less.
+#[test]
+fn a_context_does_not_wait_for_a_client_with_managed_memory() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
+    t.report(1, 15 * GIB - 512 * MIB, 0, 0);
+    t.map(1);
+    assert!(!arrive(&mut t, 2, 0).contains(&waiting(2, WaitReason::Context)));
+    assert_eq!(attached(&t.map(1)), [2]);
 }
 
 #[test]

@@ -277,6 +277,19 @@ fn a_driver_reservation_evicts_other_clients_and_expires() {
 }
 
 #[test]
+fn a_disconnected_clients_driver_reservation_ends() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    (1..=3).for_each(|n| drop(t.join(n, 5 * GIB)));
+    for n in [2, 3] {
+        t.say(Event::ReservationRequested { client: client(n), gpu: gpu(0), bytes: 2 * GIB });
+    }
+    let commands = t.say(Event::Disconnected { client: client(2) });
+    assert!(commands.contains(&room(3, 2 * GIB)), "{commands:?}");
+    t.join(4, 4 * GIB);
+    assert_eq!(t.attachment(4).allowance, 4 * GIB, "2 GiB are kept for client 3");
+}
+
+#[test]
 fn a_driver_reservation_without_evictable_memory_is_answered_with_0() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 16 * GIB);

@@ -47,6 +47,26 @@ fn a_small_host_promises_demands_plus_equal_parts_of_the_rest() {
 }
 
 #[test]
+fn clients_on_all_gpus_share_host_memory() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    let limit = |t: &Talk, n: u64| t.attachment(n).limit;
+    for (n, at) in [(1, 0), (2, 0), (3, 1), (4, 1)] {
+        if n == 3 {
+            assert_eq!([limit(&t, 1), limit(&t, 2)], [12 * GIB; 2]);
+        }
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(at), engine: Engine::Swap });
+        let report = MemoryReport { ack: u32::MAX, limit_ack: u32::MAX, ..MemoryReport::default() };
+        for m in (1..=n).chain(1..=n) {
+            t.say(Event::Memory { client: client(m), gpu: gpu((m - 1) / 2), report });
+        }
+    }
+    assert_eq!([1, 2, 3, 4].map(|n| limit(&t, n)), [10 * GIB; 4]);
+}
+
+#[test]
 fn a_silent_client_does_not_delay_an_attaching_client() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 8 * GIB });
@@ -55,6 +75,24 @@ fn a_silent_client_does_not_delay_an_attaching_client() {
     assert_eq!(limits(&t.after(ms(199))), []);
     assert_eq!(limits(&t.after(ms(1))), [(2, 8 * GIB)], "what is there without it");
     assert_eq!(t.attachment(1).committed, 16 * GIB);
+}
+
+#[test]
+fn limits_do_not_count_on_a_client_that_stays_silent() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    t.join(1, 2 * GIB);
+    t.join(2, 0);
+    assert_eq!(limits(&t.after(ms(200))), [(2, 8 * GIB)]);
+    t.map(2);
+    t.after(ms(1800));
+    t.join(3, 0);
+    t.map(2);
+    t.after(ms(1999));
+    assert!(t.attachment(2).limit > 7 * GIB, "client 1 may still answer");
+    assert_eq!(limits(&t.after(ms(1))), [(2, 4 * GIB)]);
+    t.map(2);
+    assert_eq!([2, 3].map(|n| t.attachment(n).limit), [4 * GIB; 2]);
 }
 
 #[test]
@@ -245,6 +283,8 @@ fn a_departing_clients_promise_passes_to_other_clients() {
     let commands = t.say(Event::Disconnected { client: client(2) });
     assert_eq!(limits(&commands), [(1, 16 * GIB)]);
     assert_eq!(t.machine.host().1, 0);
+    let is_spared = |command: &Command| matches!(command, Command::Limit { spare: u64::MAX, .. });
+    assert!(commands.iter().any(is_spared), "host memory is not scarce any more: {commands:?}");
 }
 
 /// Creates clients in one group on the GPU of 16 GiB.
@@ -302,6 +342,14 @@ fn a_group_divides_its_limit_by_need() {
     assert_eq!(t.wish(2, 9 * GIB), [denied(2, 9 * GIB, Denial::MemoryMax)]);
     // The memory that a disconnected client leaves is available to the other client.
     assert_eq!(limits(&t.say(Event::Disconnected { client: client(1) })), [(2, 8 * GIB)]);
+}
+
+#[test]
+fn a_requested_limit_is_granted_only_in_full() {
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 3);
+    assert_eq!(limits(&t.wish(1, 6 * GIB)), [(2, GIB), (3, GIB)]);
+    assert_eq!(limits(&t.report(2, 0, 0, 0)), [], "a part of the memory would be of no use");
+    assert_eq!(limits(&t.report(3, 0, 0, 0)), [(1, 6 * GIB)]);
 }
 
 #[test]
@@ -369,6 +417,17 @@ fn a_demand_above_the_promise_raises_no_limit() {
     t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     t.group(2, Amount::Bytes(8 * GIB));
     t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(t.attachment(2).limit, 0);
+}
+
+#[test]
+fn a_client_without_any_promised_memory_attaches_immediately() {
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 1);
+    t.report(1, 8 * GIB, 8 * GIB, 0);
+    t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
+    t.group(2, Amount::Bytes(8 * GIB));
+    let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }), "{commands:?}");
     assert_eq!(t.attachment(2).limit, 0);
 }
 

@@ -156,6 +156,21 @@ fn anti_thrash_off_admits_managed_clients_immediately() {
 }
 
 #[test]
+fn turning_anti_thrash_off_admits_waiting_managed_clients() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2] {
+        t.join(n, 16 * GIB);
+        t.request(n);
+    }
+    t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(0) });
+    t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Managed });
+    t.report(3, GIB, 0, 0);
+    t.request(3);
+    let commands = t.say(Event::Configure(settings(AntiThrash::Off, Duration::from_secs(1))));
+    assert_eq!((t.state(2), commands.contains(&grant(3))), (LockState::Waiting, true), "{commands:?}");
+}
+
+#[test]
 fn turning_anti_thrash_on_revokes_all_but_the_first_holder() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     for n in 1..=3 {

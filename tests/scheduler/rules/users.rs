@@ -74,6 +74,28 @@ fn a_holder_that_is_next_itself_is_not_revoked() {
 }
 
 #[test]
+fn time_used_on_one_gpu_delays_only_requests_that_want_that_gpu() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    (1..3).for_each(|n| drop(t.say(Event::GpuFound { gpu: gpu(n), total: 16 * GIB })));
+    for (n, user) in [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)] {
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(user) });
+        (0..3).for_each(|at| drop(t.say(Event::Attached { client: client(n), gpu: gpu(at), engine: Engine::Swap })));
+    }
+    let ask = |t: &mut Talk, n, gpus| t.say(Event::Requested { client: client(n), gpus });
+    ask(&mut t, 1, gpus([1]));
+    ask(&mut t, 4, gpus([1]));
+    ask(&mut t, 5, gpus([0]));
+    t.after(Duration::from_secs(1));
+    let (reason, busy) = (ReleaseReason::Revoked, Duration::ZERO);
+    t.say(Event::Released { client: client(1), gpus: gpus([1]), reason, busy });
+    ask(&mut t, 2, gpus([0, 1]));
+    t.after(ms(1));
+    ask(&mut t, 3, gpus([0, 2]));
+    let commands = t.release(5, ReleaseReason::Idle);
+    assert!(commands.contains(&Command::Grant { client: client(3), gpus: gpus([0, 2]) }), "{commands:?}");
+}
+
+#[test]
 fn time_used_on_an_uncontended_gpu_is_not_held_against_a_user() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=5 {
