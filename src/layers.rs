@@ -24,8 +24,8 @@ const DAEMON: [&str; 18] = [
     "core",
     "hibernate",
     "connections",
-    "bus",
     "control",
+    "bus",
     "tasks",
     "run",
 ];

@@ -17,9 +17,8 @@
 //! - `core`: the scheduler's state machine, and the state that its decisions depend on.
 //! - `hibernate`: saves programs to disk and restores them, through a separate program.
 //! - `connections`: clients' connections from the handshake to their end, and GPU locks over D-Bus.
+//! - `control`: requests that change settings and rules, and orders that are saved.
 //! - `bus`: the D-Bus object.
-//! - `control`: carries out requests of the D-Bus object on the scheduling loop, and applies changed
-//!   settings.
 //! - `tasks`: periodic jobs of the scheduling loop.
 //! - `run`: startup, the scheduling loop, and shutdown.
 

@@ -1,6 +1,6 @@
 //! Callers of the D-Bus object, and their authorization.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::future::{pending, poll_fn};
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -238,16 +238,19 @@ impl Caller<'_> {
         self.may_administer(Action::Debug, "create a debug bundle", "").await
     }
 
-    /// Checks that the caller may pause and resume this user's programs. Callers on the host may pause
+    /// Checks that the caller may pause and resume these users' programs. Callers on the host may pause
     /// their own programs.
     ///
     /// # Errors
-    /// The caller may not pause the user's programs.
-    pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
-        match user == accountable(self.uid) {
-            true => self.is_of_the_host(what),
-            false => self.may_change(what, "").await,
+    /// The caller may not pause the users' programs.
+    pub async fn may_pause(&self, users: &BTreeSet<u32>, what: &str) -> fdo::Result<()> {
+        for user in users {
+            match *user == self.own_user() {
+                true => self.is_of_the_host(what)?,
+                false => self.may_change(what, "").await?,
+            }
         }
+        Ok(())
     }
 
     /// Returns when the caller has closed its connection. `connection`: carries the call.

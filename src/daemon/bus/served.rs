@@ -174,6 +174,7 @@ mod tests {
     use crate::config::Config;
     use crate::daemon::bus::callers::Callers;
     use crate::daemon::bus::{Followed, Shared};
+    use crate::daemon::control::views::Views;
     use crate::daemon::core::{ClientPids, GpuStates, Holders, Present};
     use crate::daemon::tenants::Budgets;
     use crate::daemon::transport::peer::Process;
@@ -204,6 +205,7 @@ mod tests {
         let budgets = Arc::new(Budgets::new(1));
         let shared = Shared {
             requests,
+            views: Views::channel().0,
             bundling: Arc::default(),
             drawing: Arc::default(),
             following: Arc::default(),

@@ -7,6 +7,7 @@
 //! once all evictable memory has been evicted. logind waits for at most `InhibitDelayMaxSec`, by
 //! default 5 seconds.
 
+use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -14,8 +15,9 @@ use tracing::debug;
 use zbus::export::futures_core::Stream;
 use zbus::{Connection, OwnedFd};
 
-use super::{Request, Shared};
+use super::Shared;
 use crate::bus::logind::LogindProxy;
+use crate::daemon::control::Control;
 
 /// If logind does not report that the host has resumed, programs run again after the host has been
 /// awake for this time.
@@ -43,7 +45,8 @@ pub async fn follow(connection: &Connection, shared: &Shared) {
 /// once all evictable memory has been evicted from the GPUs.
 fn tell(shared: &Shared, suspended: bool) -> oneshot::Receiver<()> {
     let (done, evacuated) = oneshot::channel();
-    let _ = shared.requests.send(Request::Suspend(suspended, done)); // the scheduling loop may be stopping
+    let request = move |control: &Rc<Control>| control.suspend(suspended, done);
+    let _ = shared.requests.send(Box::new(request)); // the scheduling loop may be stopping
     evacuated
 }
 
