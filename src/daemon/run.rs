@@ -278,7 +278,6 @@ impl Startup {
         unknown.iter().for_each(|name| systemd::forget(name));
 
         let core = Rc::new(RefCell::new(Core::new(config, record)?));
-        let settings_changed = core.borrow().io.follow_settings();
         core.borrow_mut().set_problems(|problems| (problems.configuration, problems.metrics) = (error, metrics_error));
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().containers.lock_files.create_in(directory);
@@ -291,25 +290,13 @@ impl Startup {
             tasks::load_hours(&core, saved);
         }
         let mut reports = start_nvml(&core).await;
-        let published = tasks::Published::default();
         let (request, mut requests) = mpsc::unbounded_channel::<bus::Request>();
-        let gpus = core.borrow().io.follow_gpus();
-        let attached = core.borrow().io.follow_attached();
-        let problems = core.borrow().io.problems();
-        let followed = bus::Followed {
-            settings: settings_changed,
-            problems,
-            holders: published.holders.subscribe(),
-            clients: published.clients.subscribe(),
-            states: published.states.subscribe(),
-            gpus,
-            attached,
-        };
+        let published = core.borrow().io.published.subscribe();
         let budgets = core.borrow().model.budgets.clone();
         let (views, readers) = Views::channel();
         let bus = bus_to_use(&options);
         let (bus, bus_attempted) =
-            BusServer::start(bus, control_socket, request, views.clone(), followed, budgets.clone())?;
+            BusServer::start(bus, control_socket, request, views.clone(), published, budgets.clone())?;
         metrics::start(metrics, views.0.clone())?;
         // Must precede the takeover of an earlier daemon's clients, because some of these clients may be
         // asleep.
@@ -321,7 +308,7 @@ impl Startup {
         tasks::start_swap_files(&core, stored.swap_files)?;
         let connections = start_connections(&core, views, clients, stored.connections, bus_attempted);
         let claims = options.claims.map(|directory| ClaimSockets::new(&directory, &core, &connections));
-        tasks::start(&core, published);
+        tasks::start(&core);
         spawn_local(views::answer(core.clone(), readers));
         let control = Rc::new(Control {
             core: core.clone(),

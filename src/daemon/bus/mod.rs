@@ -32,10 +32,9 @@ use tracing::debug;
 
 use crate::daemon::control::Control;
 use crate::daemon::control::views::Views;
-use crate::daemon::core::{ClientPids, GpuStates, Holders, Present};
+use crate::daemon::core::Published;
 use crate::daemon::tenants::Budgets;
 use crate::recorder::follow::Follower;
-use crate::scheduler::Settings;
 use connections::{serve_bus, serve_peers};
 
 /// Time for which a stopping daemon waits for this thread.
@@ -59,7 +58,7 @@ impl BusServer {
         control: Option<OwnedFd>,
         requests: mpsc::UnboundedSender<Request>,
         views: Views,
-        followed: Followed,
+        published: watch::Receiver<Published>,
         budgets: Arc<Budgets>,
     ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
         let (attempted, first) = oneshot::channel();
@@ -75,7 +74,8 @@ impl BusServer {
                 following: Arc::default(),
                 reading_usage: Arc::default(),
                 budgets,
-                followed,
+                published,
+                is_visitor: false,
             };
             LocalSet::new().block_on(&runtime, async {
                 if let Some(control) = control {
@@ -107,19 +107,6 @@ pub enum Bus {
     Address(String),
 }
 
-/// Values that the scheduling loop publishes for the object.
-#[derive(Debug, Clone)]
-pub struct Followed {
-    pub settings: watch::Receiver<Settings>,
-    pub problems: watch::Receiver<Vec<String>>,
-    pub holders: watch::Receiver<Holders>,
-    pub clients: watch::Receiver<ClientPids>,
-    pub states: watch::Receiver<GpuStates>,
-    pub gpus: watch::Receiver<Present>,
-    /// True if any program has a GPU attached.
-    pub attached: watch::Receiver<bool>,
-}
-
 /// The state of live timelines, which all readers share.
 #[derive(Debug, Default)]
 struct Following {
@@ -141,7 +128,22 @@ struct Shared {
     /// Held while usage records are read, because records can be large.
     reading_usage: Arc<Mutex<()>>,
     budgets: Arc<Budgets>,
-    followed: Followed,
+    published: watch::Receiver<Published>,
+    /// The peer is not known to be on the host: the control socket may be mounted into a container. Clients,
+    /// GPUs and their changes are hidden from such a peer.
+    is_visitor: bool,
+}
+
+impl Shared {
+    /// The values that the peer may see.
+    fn visible(&self, published: &Published) -> Published {
+        let mut visible = published.clone();
+        if self.is_visitor {
+            (visible.holders, visible.clients) = Default::default();
+            (visible.gpus, visible.states) = Default::default();
+        }
+        visible
+    }
 }
 
 fn seconds(duration: Duration) -> u32 {

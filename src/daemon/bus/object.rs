@@ -433,7 +433,7 @@ impl Object {
     // call, even without a change.
     #[zbus(property(emits_changed_signal = "false"))]
     fn time_quantum(&self) -> u32 {
-        seconds(self.shared.followed.settings.borrow().time_quantum)
+        seconds(self.shared.published.borrow().settings.time_quantum)
     }
 
     #[zbus(property)]
@@ -445,7 +445,7 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn max_wait(&self) -> u32 {
-        seconds(self.shared.followed.settings.borrow().max_wait)
+        seconds(self.shared.published.borrow().settings.max_wait)
     }
 
     #[zbus(property)]
@@ -456,7 +456,7 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn anti_thrash(&self) -> String {
-        names::anti_thrash_name(self.shared.followed.settings.borrow().anti_thrash).into()
+        names::anti_thrash_name(self.shared.published.borrow().settings.anti_thrash).into()
     }
 
     #[zbus(property)]
@@ -467,7 +467,7 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn policy(&self) -> String {
-        names::policy_name(self.shared.followed.settings.borrow().policy).into()
+        names::policy_name(self.shared.published.borrow().settings.policy).into()
     }
 
     #[zbus(property)]
@@ -478,12 +478,12 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "invalidates"))]
     fn holders(&self) -> Holders {
-        self.shared.followed.holders.borrow().clone()
+        self.shared.visible(&self.shared.published.borrow()).holders
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn problems(&self) -> Vec<String> {
-        self.shared.followed.problems.borrow().clone()
+        self.shared.published.borrow().problems.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]

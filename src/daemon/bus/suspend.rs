@@ -59,18 +59,18 @@ async fn prepare(
 ) -> zbus::Result<std::convert::Infallible> {
     let logind = LogindProxy::new(connection).await?;
     let mut signals = logind.receive_prepare_for_sleep().await?;
-    let mut attached = shared.followed.attached.clone();
+    let mut published = shared.published.clone();
     let mut inhibitor: Option<OwnedFd> = None;
     loop {
-        let is_wanted = *attached.borrow_and_update();
+        let is_wanted = published.borrow().attached;
         if suspended.is_none() && is_wanted != inhibitor.is_some() {
             inhibitor = if is_wanted { inhibit(&logind).await } else { None };
         }
         let next = std::future::poll_fn(|cx| std::pin::Pin::new(&mut signals).poll_next(cx));
         let resumed = tokio::select! {
-            changed = attached.changed() => match changed {
-                Ok(()) => false,
-                Err(_stopping) => std::future::pending().await,
+            changed = async { published.wait_for(|now| now.attached != is_wanted).await.is_ok() } => match changed {
+                true => false,
+                false => std::future::pending().await, // the daemon is stopping
             },
             signal = next => {
                 let start = match signal {

@@ -74,11 +74,10 @@ mod view;
 mod views;
 
 pub use clients::MAX_DEVICES;
-pub use gpus::Present;
 pub use hibernation::{ABSENCE, Candidate, Departure, Sleeps};
-pub use io::{SAMPLE_QUIET, Signals, send_if_new};
+pub use io::{Published, SAMPLE_QUIET};
 pub use measure::EXIT_TIME;
-pub use model::{Arrival, ClientPids, GpuStates, Holders, LockFiles, Model, NamedGpu};
+pub use model::{Arrival, Holders, LockFiles, NamedGpu};
 pub use placement::may_lock;
 pub use rooms::{PendingRoom, RoomRequest, check as check_room};
 pub use routing::Core;

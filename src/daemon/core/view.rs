@@ -146,7 +146,7 @@ impl View {
             stalls: observe.pressure.stalls(model),
             counts: observe.counts.clone(),
             metrics_of_programs: model.config.metrics_of_programs,
-            problems: io.problems().borrow().clone(),
+            problems: io.published.borrow().problems.clone(),
             listed_clients: OnceLock::new(),
             listed_gpus: OnceLock::new(),
         }
