@@ -297,7 +297,7 @@ impl Startup {
         let bus = bus_to_use(&options);
         let (bus, bus_attempted) =
             BusServer::start(bus, control_socket, request, views.clone(), published, budgets.clone())?;
-        metrics::start(metrics, views.0.clone())?;
+        metrics::start(metrics, views.clone())?;
         // Must precede the takeover of an earlier daemon's clients, because some of these clients may be
         // asleep.
         match helpers(options.in_pod, budgets) {

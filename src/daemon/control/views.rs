@@ -20,7 +20,7 @@ const REST: u32 = 20;
 
 /// Requests views, from any thread.
 #[derive(Debug, Clone)]
-pub struct Views(pub mpsc::UnboundedSender<oneshot::Sender<Arc<View>>>);
+pub struct Views(mpsc::UnboundedSender<oneshot::Sender<Arc<View>>>);
 
 /// The readers that wait for the next view.
 pub type Readers = mpsc::UnboundedReceiver<oneshot::Sender<Arc<View>>>;

@@ -8,8 +8,108 @@ use std::time::Duration;
 use nvshare_wire::Counts as Reported;
 
 use super::model::Model;
-use crate::daemon::metrics::snapshot::{Counted, Waits, Workload};
+use crate::identity::Identity;
 use crate::scheduler::{ClientId, Command, Event, GpuId, Time, Turns};
+
+/// Upper bounds of the buckets for waits, in seconds. The shortest waits are hand-overs that move no
+/// memory. The longest are several turns with the longest common time quantum.
+pub const WAIT_BOUNDS: [f64; 14] =
+    [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
+
+/// Programs whose figures are summed for metrics: the programs of one tenant in one unit, or in one
+/// container of a pod. Programs end, but a workload returns under the same name.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Workload {
+    pub tenant: String,
+    pub unit: String,
+    pub container: String,
+    pub pod: String,
+    pub namespace: String,
+}
+
+impl Workload {
+    pub fn of(identity: &Identity) -> Self {
+        let Identity { pod, tenant, .. } = identity;
+        Self {
+            tenant: tenant.to_string(),
+            unit: identity.counted_unit().to_owned(),
+            container: container_name(identity).to_owned(),
+            pod: pod.name.clone(),
+            namespace: pod.namespace.clone(),
+        }
+    }
+}
+
+/// The name of a process's container in Kubernetes. Outside Kubernetes, the container's ID.
+pub fn container_name(identity: &Identity) -> &str {
+    if identity.pod.container.is_empty() { identity.counted_container() } else { &identity.pod.container }
+}
+
+/// Counters, which never decrease.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Counted {
+    pub lock_time: Duration,
+    /// Total time of the waits that ended with a grant.
+    pub wait_time: Duration,
+    pub grants: u64,
+    pub hand_overs: u64,
+    pub swapped_out: u64,
+    pub swapped_in: u64,
+    pub unmoved: u64,
+    pub refused: u64,
+    pub mapping_failures: u64,
+}
+
+impl Counted {
+    pub fn add(&mut self, more: &Self) {
+        self.lock_time = self.lock_time.saturating_add(more.lock_time);
+        self.wait_time = self.wait_time.saturating_add(more.wait_time);
+        let numbers = [
+            (&mut self.grants, more.grants),
+            (&mut self.hand_overs, more.hand_overs),
+            (&mut self.swapped_out, more.swapped_out),
+            (&mut self.swapped_in, more.swapped_in),
+            (&mut self.unmoved, more.unmoved),
+            (&mut self.refused, more.refused),
+            (&mut self.mapping_failures, more.mapping_failures),
+        ];
+        // Clients report some of the counters, so the values are not trustworthy and the sum must not
+        // overflow.
+        numbers.into_iter().for_each(|(count, more)| *count = count.saturating_add(more));
+    }
+}
+
+/// A histogram of waiting times.
+#[derive(Debug, Clone, Default)]
+pub struct Waits {
+    sum: Duration,
+    /// Number of waits in each bucket: longer than the previous bound, up to the bucket's own bound. The
+    /// last bucket is for waits longer than all bounds.
+    buckets: [u64; WAIT_BOUNDS.len() + 1],
+}
+
+impl Waits {
+    pub fn add(&mut self, wait: Duration) {
+        let at = WAIT_BOUNDS.partition_point(|bound| *bound < wait.as_secs_f64());
+        if let Some(bucket) = self.buckets.get_mut(at) {
+            *bucket += 1;
+        }
+        self.sum = self.sum.saturating_add(wait);
+    }
+
+    pub fn sum(&self) -> Duration {
+        self.sum
+    }
+
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// Each bucket's upper bound and count.
+    pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> {
+        WAIT_BOUNDS.into_iter().chain([f64::INFINITY]).zip(self.buckets)
+    }
+}
 
 #[derive(Debug, Default, Clone)]
 pub struct Counts {
@@ -320,5 +420,16 @@ mod tests {
         }
         assert_eq!(counts.gpu(GPU).counted.swapped_out, u64::MAX, "it stays at the most that there is");
         assert_eq!(counts.client(OTHER, GPU).counted, Counted::default());
+    }
+
+    #[test]
+    fn a_wait_counts_in_the_first_bucket_that_contains_it() {
+        let mut waits = Waits::default();
+        for wait in [0, 1, 2, 3, 700_000] {
+            waits.add(Duration::from_millis(wait));
+        }
+        let counts: Vec<_> = waits.buckets().filter(|(_, count)| *count > 0).collect();
+        assert_eq!(counts, [(0.001, 2), (0.003, 2), (f64::INFINITY, 1)]);
+        assert_eq!((waits.count(), waits.sum()), (5, Duration::from_millis(700_006)));
     }
 }

@@ -143,7 +143,7 @@ pub(super) enum Listing {
 
 /// The records about a client on one GPU that users see.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Use {
+pub struct Use {
     /// Time at which the client last stopped holding or waiting for the lock.
     pub idle_since: Time,
     /// Bytes that the client has in a swap file.

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use super::counts::Counts;
+use super::counts::{Counts, Workload};
 use super::log::Log;
 use super::model::Model;
 use super::pressure::Pressure;
@@ -14,7 +14,6 @@ use super::recording;
 use super::unproven::UnprovenPrograms;
 use super::usage::Usage;
 use crate::daemon::gpu::nvml::DriverVersions;
-use crate::daemon::metrics::snapshot::Workload;
 use crate::daemon::transport::session::ClientAction;
 use crate::identity::Identity;
 use crate::recorder::Recorder;

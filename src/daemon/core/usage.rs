@@ -14,10 +14,9 @@ use std::time::Duration;
 use nvshare_wire::client::GpuKind;
 use tokio::sync::oneshot;
 
-use super::counts::Counts;
+use super::counts::{Counted, Counts};
 use super::model::Model;
 use crate::bus;
-use crate::daemon::metrics::snapshot::Counted;
 use crate::daemon::usage::{Account, Amounts, HOUR, HoursUsed, Keeper, Query, Tenants, UsageAnswer};
 use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock::unix_time;
