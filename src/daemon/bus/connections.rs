@@ -11,7 +11,7 @@ use tracing::{debug, error, info, warn};
 use zbus::{Guid, connection};
 
 use super::announce::announce;
-use super::callers::Callers;
+use super::callers::{Callers, Known};
 use super::object::Object;
 use super::served::Served;
 use super::{Bus, Shared, suspend};
@@ -128,8 +128,7 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     let groups = credentials::groups(stream.as_fd(), gid)?;
     let process = Process::of_socket(stream.as_fd())?;
     shared.is_visitor = process.place() != Where::Host;
-    let budget = shared.budgets.of_caller(process.uid);
-    let callers = Callers::Peer { process: Arc::new(process), groups, budget };
+    let callers = Callers::Peer(Known::new(process, groups, &shared.budgets));
     let object = Arc::new(Object { shared: shared.clone(), callers });
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())

@@ -29,7 +29,7 @@ use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::{ClientView, Holders, RoomRequest, View, check_room};
 use crate::daemon::hibernate;
-use crate::daemon::tenants::Budget;
+use crate::daemon::tenants::{Budget, Share};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 use crate::scheduler::ClientId;
 
@@ -56,17 +56,15 @@ pub struct Object {
 impl Object {
     #[zbus(out_args("gpus"))]
     async fn list_gpus(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Gpu>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         Ok(self.read(|view| view.list_gpus()).await.map(Arc::unwrap_or_clone)?)
     }
 
     #[zbus(out_args("clients"))]
     async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Client>, Failure> {
-        // A caller that the bus cannot identify may see only the fields that every user may see.
-        let caller = self.callers.identify(Some(&header)).await.ok();
-        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        let caller = self.admit_reader(&header).await?;
         let clients = self.read(|view| view.list_clients()).await?;
-        let uid = caller.as_ref().map(|caller| caller.uid);
+        let uid = caller.as_ref().map(Caller::uid);
         let is_hidden = |client: &ClientView| Some(client.identity.uid) != uid && !client.identity.command.is_empty();
         let sees_all = match caller {
             Some(caller) if clients.iter().any(is_hidden) => caller.sees_all().await,
@@ -78,7 +76,7 @@ impl Object {
 
     #[zbus(out_args("groups"))]
     async fn list_pressure(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Pressure>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         Ok(self.read(|view| view.list_pressure()).await?)
     }
 
@@ -89,14 +87,13 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String, Failure> {
         let selection = options::selection(&options)?;
-        let caller = self.callers.identify(Some(&header)).await.ok();
-        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        let caller = self.admit_reader(&header).await?;
         // Only the description of one process shows a command line.
         let sees_all = match &caller {
             Some(caller) if selection.pid.is_some() => caller.sees_all().await,
             _ => false,
         };
-        let reader = Reader { uid: caller.map(|caller| caller.uid), sees_all };
+        let reader = Reader { uid: caller.map(|caller| caller.uid()), sees_all };
         Ok(self.read(move |view| view.describe(&selection, reader)).await??)
     }
 
@@ -107,11 +104,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String, Failure> {
         let (gpu, last) = options::live_timeline(&options)?;
-        let caller = self.callers.identify(Some(&header)).await?;
-        caller.may_see_others()?;
-        let tenant = caller.identity("see a timeline")?.tenant;
-        let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
-        let _place = caller.admit_query()?;
+        let (viewer, _place) = self.admit_viewer(&header).await?;
         let mut following = self.shared.following.clone().lock_owned().await;
         let snapshot = self.snapshot().await?;
         let drawn = tokio::task::spawn_blocking(move || {
@@ -138,7 +131,7 @@ impl Object {
 
     #[zbus(out_args("sentences"))]
     async fn explain(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<String>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         Ok(self.read(move |view| view.explain(pid)).await??)
     }
 
@@ -310,7 +303,7 @@ impl Object {
         &self,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<Vec<HashMap<String, OwnedVariant>>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         let rules = self.read(|view| view.rules()).await?;
         Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
     }
@@ -372,11 +365,7 @@ impl Object {
 
     #[zbus(out_args("timeline"))]
     async fn create_timeline(&self, #[zbus(header)] header: Header<'_>) -> Result<bus::BundleFd, Failure> {
-        let caller = self.callers.identify(Some(&header)).await?;
-        caller.may_see_others()?;
-        let tenant = caller.identity("see a timeline")?.tenant;
-        let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
-        let _place = caller.admit_query()?;
+        let (viewer, _place) = self.admit_viewer(&header).await?;
         let turn = self.shared.drawing.clone().lock_owned().await;
         let begin = Instant::now();
         let snapshot = self.snapshot().await?;
@@ -493,6 +482,23 @@ impl Object {
 }
 
 impl Object {
+    /// Checks that the caller may see other users' clients. `None` if the bus cannot identify the caller: it may see
+    /// only the fields that every user may see.
+    async fn admit_reader(&self, header: &Header<'_>) -> Result<Option<Caller<'_>>, Failure> {
+        let caller = self.callers.identify(Some(header)).await.ok();
+        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        Ok(caller)
+    }
+
+    /// Admits a caller that requests a timeline.
+    async fn admit_viewer(&self, header: &Header<'_>) -> Result<(Viewer, Share), Failure> {
+        let caller = self.callers.identify(Some(header)).await?;
+        caller.may_see_others()?;
+        let tenant = caller.identity("see a timeline")?.tenant;
+        let viewer = Viewer { uid: caller.uid(), tenant, sees_all: caller.sees_all().await };
+        Ok((viewer, caller.admit_query()?))
+    }
+
     /// Changes a setting to a valid value, if the caller is authorized.
     async fn change(
         &self,

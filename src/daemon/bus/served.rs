@@ -173,7 +173,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::daemon::bus::Shared;
-    use crate::daemon::bus::callers::Callers;
+    use crate::daemon::bus::callers::{Callers, Known};
     use crate::daemon::control::views::Views;
     use crate::daemon::core::Published;
     use crate::daemon::tenants::Budgets;
@@ -207,8 +207,7 @@ mod tests {
             published,
             is_visitor: false,
         };
-        let (process, budget) = (Arc::new(Process::named(0, 0, None)), budgets.of_caller(0));
-        let callers = Callers::Peer { process, groups: Vec::new(), budget };
+        let callers = Callers::Peer(Known::new(Process::named(0, 0, None), Vec::new(), &budgets));
         let object = Object { shared, callers };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
