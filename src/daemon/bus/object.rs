@@ -13,7 +13,7 @@ use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedVariant, fdo};
 
 use super::callers::{Caller, Callers};
-use super::options;
+use super::options::{self, BundleOptions, HibernationOptions, NoOptions};
 use super::{Shared, seconds};
 use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
@@ -170,9 +170,7 @@ impl Object {
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<bus::LockFd, Failure> {
-        if let Some(option) = options.keys().next() {
-            return Err(fdo::Error::InvalidArgs(format!("unknown option {option:?}")).into());
-        }
+        let NoOptions {} = options::parse(&options)?;
         let caller = self.callers.identify(Some(&header)).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
         // The request is checked before authorization, so that no user types a password for an
@@ -231,7 +229,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<String, Failure> {
-        let closes_connections = options::hibernation(&options)?;
+        let HibernationOptions { close_connections } = options::parse(&options)?;
         let what = format!("hibernate process {pid}");
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_see_others()?;
@@ -240,7 +238,7 @@ impl Object {
         let budget = caller.budget().clone();
         // If the caller leaves, the dropped request cancels the hibernation.
         tokio::select! {
-            image = self.ask(move |control, reply| hibernate::save(&control.core, budget, tree, closes_connections, reply)) => {
+            image = self.ask(move |control, reply| hibernate::save(&control.core, budget, tree, close_connections, reply)) => {
                 Ok(image??.name)
             }
             () = caller.leaves(connection) => Err(fdo::Error::Failed(format!("cannot {what}: the caller has left")).into()),
@@ -354,7 +352,7 @@ impl Object {
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<bus::BundleFd, Failure> {
-        let command_lines = options::debug(&options)?;
+        let BundleOptions { command_lines } = options::parse(&options)?;
         self.callers.identify(Some(&header)).await?.may_debug().await?;
         let _one_at_a_time = self.shared.bundling.lock().await;
         let snapshot = self.snapshot().await?;
