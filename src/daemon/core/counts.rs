@@ -8,6 +8,7 @@ use std::time::Duration;
 use nvshare_wire::Counts as Reported;
 
 use super::model::Model;
+use crate::daemon::usage::Amounts;
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Command, Event, GpuId, Time, Turns};
 
@@ -153,6 +154,7 @@ pub struct ClientCounts {
     reported: Option<Reported>,
     /// The part of the client's total wait time on this attachment that is already counted.
     waited: Duration,
+    used: Used,
     /// The client's total lock time at its move to this GPU. That time counts for the previous GPU.
     held_before: Duration,
 }
@@ -161,6 +163,47 @@ impl ClientCounts {
     /// Lock time of the present attachment.
     pub fn lock_time(&self, turns: &Turns) -> Duration {
         turns.lock_time.saturating_sub(self.held_before)
+    }
+}
+
+/// The state of recording for one client on one GPU: the counters already recorded, and the
+/// client's present bytes.
+#[derive(Debug, Default, Clone)]
+struct Used {
+    recorded: Counted,
+    /// Bytes on the GPU and bytes in host memory. Both numbers have been constant since `since`.
+    resident: u64,
+    swapped: u64,
+    since: Time,
+    /// Products of bytes and time that are not recorded yet.
+    resident_byte_seconds: f64,
+    swapped_byte_seconds: f64,
+}
+
+impl Used {
+    /// Sets the client's bytes on the GPU and in host memory, from `now` on.
+    fn has(&mut self, now: Time, resident: u64, swapped: u64) {
+        let seconds = now.saturating_sub(self.since).as_secs_f64();
+        self.resident_byte_seconds += self.resident as f64 * seconds;
+        self.swapped_byte_seconds += self.swapped as f64 * seconds;
+        (self.resident, self.swapped, self.since) = (resident, swapped, self.since.max(now));
+    }
+
+    /// Returns the usage since the last call of `take`.
+    fn take(&mut self, now: Time, counted: Counted) -> Amounts {
+        self.has(now, self.resident, self.swapped);
+        let before = std::mem::replace(&mut self.recorded, counted.clone());
+        let seconds = |after: Duration, before: Duration| after.saturating_sub(before).as_secs_f64();
+        let number = |after: u64, before: u64| after.saturating_sub(before) as f64;
+        Amounts {
+            lock_seconds: seconds(counted.lock_time, before.lock_time),
+            grants: number(counted.grants, before.grants),
+            wait_seconds: seconds(counted.wait_time, before.wait_time),
+            resident_byte_seconds: std::mem::take(&mut self.resident_byte_seconds),
+            swapped_byte_seconds: std::mem::take(&mut self.swapped_byte_seconds),
+            swapped_in_bytes: number(counted.swapped_in, before.swapped_in),
+            swapped_out_bytes: number(counted.swapped_out, before.swapped_out),
+        }
     }
 }
 
@@ -211,9 +254,18 @@ impl Counts {
         self.clients.get(&client).into_iter().flat_map(BTreeMap::keys).copied().collect()
     }
 
-    /// The counters of a client on a GPU that it uses or has used.
-    pub(super) fn of(&self, client: ClientId, gpu: GpuId) -> Option<&ClientCounts> {
-        self.clients.get(&client)?.get(&gpu)
+    /// Returns a client's usage of a GPU since the last call. `None` if it has not used the GPU.
+    pub(super) fn take_used(&mut self, client: ClientId, gpu: GpuId, turns: &Turns, now: Time) -> Option<Amounts> {
+        let count = self.clients.get_mut(&client)?.get_mut(&gpu)?;
+        let mut counted = count.counted.clone();
+        counted.lock_time = counted.lock_time.saturating_add(count.lock_time(turns));
+        Some(count.used.take(now, counted))
+    }
+
+    /// Records a client's present bytes on a GPU and in host memory.
+    pub(super) fn note_bytes(&mut self, model: &Model, client: ClientId, gpu: GpuId, now: Time) {
+        let Some((resident, swapped)) = model.machine.resident_and_swapped(client, gpu) else { return };
+        self.client(client, gpu).used.has(now, resident, swapped);
     }
 
     /// Forgets a GPU.
@@ -227,11 +279,12 @@ impl Counts {
 
     /// Handles a client's move between GPUs. The scheduler's sums in `turns` continue on the new GPU. The
     /// counts up to now stay with the old GPU.
-    pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, turns: &Turns) {
+    pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, turns: &Turns, now: Time) {
         let Some(count) = self.clients.get_mut(&client).and_then(|gpus| gpus.get_mut(&from)) else { return };
         let lock_time = count.lock_time(turns);
         let (reported, waited) = (count.reported.take(), std::mem::take(&mut count.waited));
         count.held_before = Duration::ZERO;
+        count.used.has(now, 0, 0);
         self.add(client, from, &Counted { lock_time, ..Counted::default() });
         let count = self.client(client, to);
         (count.reported, count.waited, count.held_before) = (reported, waited, turns.lock_time);
@@ -263,8 +316,9 @@ impl Counts {
     }
 
     /// Handles the end of an attachment.
-    fn detached(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
+    fn detached(&mut self, client: ClientId, gpu: GpuId, turns: &Turns, now: Time) {
         let count = self.client(client, gpu);
+        count.used.has(now, 0, 0);
         let lock_time = count.lock_time(turns);
         (count.reported, count.waited, count.held_before) = (None, Duration::ZERO, Duration::ZERO);
         self.add(client, gpu, &Counted { lock_time, ..Counted::default() });
@@ -300,7 +354,7 @@ impl Counts {
 
     fn count_detached(&mut self, model: &Model, client: ClientId, gpu: GpuId, now: Time) {
         if let Some(turns) = model.machine.turns(client, gpu, now) {
-            self.detached(client, gpu, &turns);
+            self.detached(client, gpu, &turns, now);
         }
     }
 
@@ -372,7 +426,7 @@ mod tests {
         counts.granted(ONE, GPU, &turns(1, 2, 0));
         counts.granted(ONE, GPU, &turns(2, 2, 5));
         counts.granted(ONE, GPU, &turns(3, 9, 6));
-        counts.detached(ONE, GPU, &turns(3, 9, 8));
+        counts.detached(ONE, GPU, &turns(3, 9, 8), Time::ZERO);
         // After a new attach, the scheduler's sums start at zero again.
         counts.granted(ONE, GPU, &turns(1, 4, 0));
         let of_gpu = counts.gpu(GPU);
@@ -391,7 +445,7 @@ mod tests {
         counts.report(ONE, GPU, swapped(0));
         counts.report(ONE, GPU, swapped(100));
         counts.granted(ONE, GPU, &turns(1, 2, 0));
-        counts.moved(ONE, GPU, THERE, &turns(1, 2, 5));
+        counts.moved(ONE, GPU, THERE, &turns(1, 2, 5), Time::ZERO);
         let seen = |counts: &mut Counts, gpu, held| {
             let count = counts.client(ONE, gpu);
             let lock_time = count.counted.lock_time + count.lock_time(&turns(0, 0, held));
@@ -404,10 +458,10 @@ mod tests {
         counts.report(ONE, THERE, swapped(130));
         counts.granted(ONE, THERE, &turns(2, 3, 5));
         assert_eq!(seen(&mut counts, THERE, 7), (2, 30, 1, 1));
-        counts.moved(ONE, THERE, GPU, &turns(2, 3, 8));
+        counts.moved(ONE, THERE, GPU, &turns(2, 3, 8), Time::ZERO);
         assert_eq!(seen(&mut counts, THERE, 0), (3, 30, 1, 1));
         assert_eq!(seen(&mut counts, GPU, 9), (6, 100, 2, 1), "and goes on when it comes back");
-        counts.detached(ONE, GPU, &turns(2, 3, 9));
+        counts.detached(ONE, GPU, &turns(2, 3, 9), Time::ZERO);
         assert_eq!(counts.gpu(GPU).counted.lock_time, Duration::from_secs(6));
         assert_eq!(counts.gpu(THERE).counted.lock_time, Duration::from_secs(3));
     }
@@ -431,5 +485,50 @@ mod tests {
         let counts: Vec<_> = waits.buckets().filter(|(_, count)| *count > 0).collect();
         assert_eq!(counts, [(0.001, 2), (0.003, 2), (f64::INFINITY, 1)]);
         assert_eq!((waits.count(), waits.sum()), (5, Duration::from_millis(700_006)));
+    }
+
+    fn at(seconds: u64) -> Time {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn byte_seconds_integrate_bytes_over_time() {
+        let mut used = Used::default();
+        used.has(at(100), 10, 1);
+        used.has(at(103), 20, 0);
+        used.has(at(103), 5, 7);
+        let first = used.take(at(104), Counted::default());
+        assert_eq!((first.resident_byte_seconds, first.swapped_byte_seconds), (35.0, 10.0));
+        used.has(at(106), 0, 0); // the client ends
+        let then = used.take(at(200), Counted::default());
+        assert_eq!((then.resident_byte_seconds, then.swapped_byte_seconds), (10.0, 14.0));
+        assert_eq!(used.take(at(300), Counted::default()), Amounts::default());
+    }
+
+    #[test]
+    fn each_counter_increase_is_recorded_once() {
+        let mut used = Used::default();
+        let counted = |lock: u64, waits: u64, moved: u64| Counted {
+            lock_time: at(lock),
+            wait_time: at(waits),
+            grants: lock,
+            swapped_in: moved,
+            swapped_out: 2 * moved,
+            hand_overs: 9,
+            ..Counted::default()
+        };
+        let first = used.take(at(1), counted(3, 4, 5));
+        let expected = Amounts {
+            lock_seconds: 3.0,
+            grants: 3.0,
+            wait_seconds: 4.0,
+            swapped_in_bytes: 5.0,
+            swapped_out_bytes: 10.0,
+            ..Amounts::default()
+        };
+        assert_eq!(first, expected);
+        assert_eq!(used.take(at(2), counted(3, 4, 5)), Amounts::default());
+        let more = Amounts { wait_seconds: 2.0, ..Amounts::default() };
+        assert_eq!(used.take(at(3), counted(3, 6, 5)), more);
     }
 }

@@ -159,7 +159,7 @@ impl Core {
 
     /// Records the present bounds on a client's mapped memory, and its usage.
     fn note_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
-        self.observe.usage.note_bytes(&self.model, client, gpu, now);
+        self.observe.counts.note_bytes(&self.model, client, gpu, now);
         self.model.note_extent(client, gpu, now);
     }
 
