@@ -282,13 +282,7 @@ impl Startup {
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().containers.lock_files.create_in(directory);
         }
-        if let Some(directory) = &state {
-            core.borrow_mut().host.sleep.open(directory);
-            core.borrow_mut().host.moves.open(directory);
-            let keep = core.borrow().model.config.keep_usage;
-            let saved = core.borrow_mut().observe.usage.start(directory, keep);
-            tasks::load_hours(&core, saved);
-        }
+        state.iter().for_each(|directory| open_state(&core, directory));
         let mut reports = start_nvml(&core).await;
         let (request, mut requests) = mpsc::unbounded_channel::<bus::Request>();
         let published = core.borrow().io.published.subscribe();
@@ -356,6 +350,17 @@ impl Startup {
         core.borrow_mut().observe.usage.finish(USAGE_PATIENCE);
         Ok(())
     }
+}
+
+/// Restores what an earlier daemon saved in this directory. From now on, changes are saved there.
+fn open_state(core: &Rc<RefCell<Core>>, directory: &Path) {
+    let saved = {
+        let Core { model, host, observe, .. } = &mut *core.borrow_mut();
+        host.sleep.open(directory);
+        host.moves.open(directory);
+        observe.usage.start(directory, model.config.keep_usage)
+    };
+    tasks::load_hours(core, saved);
 }
 
 fn bus_to_use(options: &Options) -> Bus {
