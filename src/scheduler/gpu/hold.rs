@@ -24,7 +24,6 @@ pub(crate) struct ClientLock {
     pub slow_to_drain: bool,
     /// The client could not drain, and did not use the memory that it was allowed for that. So it gets
     /// no more memory while it cannot drain. Cleared by a hold that ends normally.
-    #[serde(default)]
     pub hoards: bool,
     pub drains: DrainTime,
     /// When the client last held the lock. If it never held the lock: when it attached the GPU.
@@ -81,7 +80,6 @@ pub(crate) struct Hold {
     /// How long the GPU was idle before the grant while this client's memory was being moved in.
     pub moved: Duration,
     /// How the rest of this client's memory returns after the grant. `None`: all memory was there.
-    #[serde(default)]
     pub returning: Option<Returning>,
     /// The request had waited long enough to precede the other requests of its owner.
     pub aged: bool,
