@@ -26,7 +26,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 use zbus::fdo;
 
-use crate::daemon::core::{Candidate, Core, Departure, Sleeps};
+use crate::daemon::core::{Candidate, Core, Departure};
 use crate::daemon::systemd;
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::peer;
@@ -451,11 +451,10 @@ async fn wait_until_asleep(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> R
     let asleep = async {
         loop {
             let sleeps = core.borrow().model.sleeps(candidate.client);
-            match sleeps {
-                Sleeps::Yes => return Ok(()),
-                Sleeps::No(why) => return Err(format!("it does not sleep: {why}")),
-                Sleeps::NotYet => sleep(LOOK).await,
+            if sleeps.map_err(|why| format!("it does not sleep: {why}"))? {
+                return Ok(());
             }
+            sleep(LOOK).await;
         }
     };
     timeout(SLEEP_TIMEOUT, asleep).await.unwrap_or_else(|_| Err("it does not fall asleep".into()))

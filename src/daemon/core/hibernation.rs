@@ -56,15 +56,6 @@ pub struct Candidate {
     was_paused: bool,
 }
 
-/// Whether a program sleeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sleeps {
-    Yes,
-    NotYet,
-    /// The program cannot sleep now, for this reason.
-    No(&'static str),
-}
-
 /// The programs that are being hibernated.
 #[derive(Debug, Default)]
 pub struct Departures(BTreeMap<ClientId, Departure>);
@@ -222,17 +213,20 @@ impl Model {
     }
 
     /// Whether a paused program sleeps.
-    pub fn sleeps(&self, client: ClientId) -> Sleeps {
+    ///
+    /// # Errors
+    /// The program cannot sleep now, for this reason.
+    pub fn sleeps(&self, client: ClientId) -> Result<bool, &'static str> {
         if !self.clients.contains_key(&client) {
-            return Sleeps::No("it has ended");
+            return Err("it has ended");
         }
         let sleep = self.machine.sleep_of(client);
         match (sleep.phase, sleep.obstacle) {
-            (SleepPhase::Asleep, _) => Sleeps::Yes,
-            _ if !sleep.paused => Sleeps::No("it was resumed"),
-            (SleepPhase::Awake, Some(why)) => Sleeps::No(bus::sleep_obstacle_name(why)),
-            (SleepPhase::Lost, _) => Sleeps::No("the driver cannot restore it"),
-            _ => Sleeps::NotYet,
+            (SleepPhase::Asleep, _) => Ok(true),
+            _ if !sleep.paused => Err("it was resumed"),
+            (SleepPhase::Awake, Some(why)) => Err(bus::sleep_obstacle_name(why)),
+            (SleepPhase::Lost, _) => Err("the driver cannot restore it"),
+            _ => Ok(false),
         }
     }
 }
