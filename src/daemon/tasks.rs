@@ -26,6 +26,11 @@ use crate::sys::clock;
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 
+/// Waits for the samples after the last client has disconnected. At the first, most exited processes have freed
+/// their memory. At the second, all have. Without the second sample, memory of a slow process would count as another
+/// program's when the next client connects. Without clients, no further samples are taken.
+const LAST_WAITS: [Duration; 2] = [SAMPLE_BUSY, EXIT_TIME];
+
 /// Interval between samples of host memory while idle clients have memory that other programs may need.
 const HOST_PERIOD: Duration = Duration::from_secs(1);
 
@@ -134,64 +139,45 @@ async fn tick(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Samples memory: often while clients are active, rarely while they are idle, and never without
-/// clients. On a nearly full GPU, samples often enough to notice other programs' growth in time.
+/// Samples memory: often while clients are active, and rarely while they are idle. On a nearly full GPU, samples
+/// often enough to notice other programs' growth in time.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().io.signals.clone();
-    core.borrow_mut().sample_host();
+    let mut last_waits = LAST_WAITS.into_iter();
     loop {
-        if !core.borrow().model.has_clients() {
-            // After the last client has disconnected, two more samples are taken. At the first,
-            // most exited processes have freed their memory. At the second, all exited processes
-            // have freed their memory. Without the second sample, memory of a slow process would
-            // count as another program's when the next client connects.
-            let until_freed = async {
-                for wait in [SAMPLE_BUSY, EXIT_TIME] {
-                    tokio::time::sleep(wait).await;
-                    core.borrow().io.query_nvml(Query::Sample);
-                }
-                if !core.borrow().model.has_clients() {
-                    // Processes may write to the files of clients that have left.
-                    while core.borrow().host.files.has_left_files() {
-                        tokio::time::sleep(HOST_PERIOD).await;
-                        core.borrow_mut().sample_host();
-                    }
-                    std::future::pending::<()>().await;
-                }
-            };
-            tokio::select! {
-                () = signals.activity.notified() => {}
-                () = until_freed => {}
-            }
-        }
         core.borrow().io.query_nvml(Query::Sample);
         core.borrow_mut().sample_host();
-        if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
-            let period = core.borrow().model.sample_period().min(SAMPLE_BUSY);
-            tokio::time::sleep(period).await;
+        let period = core.borrow().model.sample_period();
+        let wait = if !core.borrow().model.has_clients() {
+            last_waits.next().unwrap_or(Duration::MAX)
         } else {
-            let period = core.borrow().model.sample_period().min(SAMPLE_IDLE);
-            let idle = async {
-                // Idle clients have memory that other programs may need.
-                while lends_host_memory(&core.borrow()) {
-                    tokio::time::sleep(HOST_PERIOD).await;
-                    core.borrow_mut().sample_host();
-                }
-                std::future::pending::<()>().await;
-            };
-            tokio::select! {
-                () = signals.activity.notified() => {}
-                () = tokio::time::sleep(period) => {}
-                () = idle => {}
+            last_waits = LAST_WAITS.into_iter();
+            if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
+                tokio::time::sleep(period.min(SAMPLE_BUSY)).await;
+                continue;
             }
+            period.min(SAMPLE_IDLE)
+        };
+        select! {
+            () = signals.activity.notified() => {}
+            () = tokio::time::sleep(wait) => {}
+            () = watch_host(&core) => {}
         }
     }
 }
 
-/// True if clients may use host memory that they can give back. Host memory must then be watched,
-/// because other programs may need it.
-fn lends_host_memory(core: &Core) -> bool {
-    core.model.allocates_ahead() || core.host.files.are_used(&core.model.config)
+/// Samples host memory as long as other programs may need memory that idle clients can give back, or processes may
+/// write to the files of clients that have left. Does not return.
+async fn watch_host(core: &RefCell<Core>) {
+    let is_watched = |core: &Core| match core.model.has_clients() {
+        true => core.model.allocates_ahead() || core.host.files.are_used(&core.model.config),
+        false => core.host.files.has_left_files(),
+    };
+    while is_watched(&core.borrow()) {
+        tokio::time::sleep(HOST_PERIOD).await;
+        core.borrow_mut().sample_host();
+    }
+    std::future::pending().await
 }
 
 /// Checks stopped processes until they continue.
