@@ -16,7 +16,7 @@ const RETURN_PATIENCE: Duration = Duration::from_secs(3);
 const RETURN_RATE: u64 = 64 << 20;
 
 /// The lock state of a client on one GPU.
-#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
     pub hold: Option<Hold>,
     /// The client failed to drain in its last hold, so it has less time to drain in the next hold.
@@ -35,16 +35,7 @@ pub(crate) struct ClientLock {
 
 impl ClientLock {
     pub fn new(now: Time) -> Self {
-        Self {
-            hold: None,
-            slow_to_drain: false,
-            hoards: false,
-            drains: DrainTime::default(),
-            last_run: now,
-            grants: 0,
-            lock_time: Duration::ZERO,
-            wait_time: Duration::ZERO,
-        }
+        Self { last_run: now, ..Self::default() }
     }
 
     /// Whether the client holds the lock, is undrainable, and reported in this or the previous hold

@@ -118,7 +118,7 @@ pub(crate) struct Context<'a> {
 }
 
 /// One GPU.
-#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gpu {
     pub id: GpuId,
     /// Size of the GPU in bytes.
@@ -216,35 +216,7 @@ struct Moved {
 
 impl Gpu {
     pub fn new(id: GpuId, total: u64) -> Self {
-        Self {
-            id,
-            total,
-            access: Access::default(),
-            measured: None,
-            incomplete: false,
-            trial: None,
-            verifies: false,
-            unmeasured: BTreeSet::new(),
-            attachments: BTreeMap::new(),
-            away: BTreeMap::new(),
-            lent: BTreeSet::new(),
-            holders: BTreeMap::new(),
-            preempted: None,
-            idle_for: None,
-            ledger: Ledger::default(),
-            measurement_requested: false,
-            contexts: ContextQueue::default(),
-            reservations: Vec::new(),
-            capacity: 0,
-            lacking: false,
-            has_only_clients: false,
-            drained: false,
-            failing: false,
-            returning: None,
-            overdue: BTreeMap::new(),
-            rates: Rates::default(),
-            others: Others::default(),
-        }
+        Self { id, total, ..Self::default() }
     }
 
     /// Opens an account for a client that is about to create a context.
