@@ -19,20 +19,20 @@ const DAEMON: [&str; 18] = [
     "checkpoint",
     "gpu",
     "swap_files",
-    "metrics",
     "usage",
     "core",
     "hibernate",
     "connections",
-    "bus",
     "control",
+    "metrics",
+    "bus",
     "tasks",
     "run",
 ];
 
 /// Modules of the daemon's core, from the lowest to the highest: the model, what observes it, the other
 /// components, the routing, and the readers of all of them.
-const CORE: [&str; 45] = [
+const CORE: [&str; 44] = [
     "pods",
     "claims",
     "lock_files",
@@ -75,7 +75,6 @@ const CORE: [&str; 45] = [
     "views",
     "explain",
     "describe",
-    "metrics",
     "bundle",
     "timeline",
 ];

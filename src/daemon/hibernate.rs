@@ -6,7 +6,7 @@
 //! because CRIU and restored programs run in scopes.
 
 use std::cell::RefCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -26,7 +26,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 use zbus::fdo;
 
-use crate::daemon::core::{Candidate, Core, Departure, Sleeps};
+use crate::daemon::core::{Candidate, Core, Departure};
 use crate::daemon::systemd;
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::peer;
@@ -58,59 +58,17 @@ const LOOK: Duration = Duration::from_millis(10);
 const SETTLE_PERIOD: Duration = Duration::from_secs(1);
 const MAX_SETTLES: usize = 600;
 
-/// A request of the D-Bus object, whose caller is already authorized.
+/// The programs of a process and of its descendants.
 #[derive(Debug)]
-pub enum HibernationRequest {
-    /// Saves the program with this process ID, which belongs to one of these users, and ends it.
-    Save {
-        pid: u32,
-        users: BTreeSet<u32>,
-        /// The restore closes the program's network connections. Otherwise, none may exist.
-        closes_connections: bool,
-        reply: Answer<Image>,
-    },
-    /// Restores the program of an image of this user.
-    Restore { uid: u32, image: String, reply: Answer<u32> },
-    /// Lists everything that this host lacks for a restore of an image of this user.
-    Compare { uid: u32, image: String, reply: Answer<Vec<String>> },
-    /// Lists the images of this user, or of all users.
-    List { uid: Option<u32>, reply: Answer<Vec<Image>> },
-    /// Finds the image with this name.
-    Find { image: String, reply: Answer<Vec<Image>> },
-    /// Changes an image or its record. `what`: completes the message "cannot ...".
-    Change { what: String, change: Request, reply: Answer<()> },
-}
-
-/// Receives the result of a request.
-pub type Answer<T> = oneshot::Sender<fdo::Result<T>>;
-
-/// Carries out a request, and sends the answer. If the caller leaves, a program that is being saved continues.
-/// `budget`: the caller's, which limits its helpers.
-pub fn answer(core: &Rc<RefCell<Core>>, request: HibernationRequest, budget: Arc<Budget>) {
-    let core = core.clone();
-    spawn_local(async move {
-        // Sending an answer fails if the caller has left.
-        match request {
-            HibernationRequest::Save { pid, users, closes_connections, mut reply } => {
-                let saved = {
-                    let cancelled = pin!(reply.closed());
-                    save(&core, &budget, pid, &users, closes_connections, cancelled).await
-                };
-                drop(reply.send(saved));
-            }
-            HibernationRequest::Restore { uid, image, reply } => {
-                drop(reply.send(restore(&core, &budget, uid, image).await));
-            }
-            HibernationRequest::Compare { uid, image, reply } => {
-                drop(reply.send(compare(&core, &budget, uid, image).await));
-            }
-            HibernationRequest::List { uid, reply } => drop(reply.send(list(&budget, uid).await)),
-            HibernationRequest::Find { image, reply } => drop(reply.send(find(&budget, image).await)),
-            HibernationRequest::Change { what, change, reply } => {
-                drop(reply.send(ask(&budget, &what, change).await.map(drop)));
-            }
-        }
-    });
+pub struct Tree {
+    root: u32,
+    /// The pidfd of the root, which need not use a GPU itself: a notebook server only starts kernels. `None` if it
+    /// could not be opened.
+    process: Option<OwnedFd>,
+    /// The programs, with their process IDs.
+    clients: BTreeMap<ClientId, u32>,
+    /// The users accountable for the programs.
+    pub users: BTreeSet<u32>,
 }
 
 /// A started helper.
@@ -198,11 +156,15 @@ fn unexpected(what: &str) -> fdo::Error {
     failed(what, format_args!("unexpected reply of {PROGRAM}"))
 }
 
-async fn list(budget: &Arc<Budget>, uid: Option<u32>) -> fdo::Result<Vec<Image>> {
+/// Lists the images of this user, or of all users. `budget`: the caller's, which limits its helpers.
+///
+/// # Errors
+/// No helper can be started, or it ends without a reply. The other functions fail likewise.
+pub async fn list(budget: Arc<Budget>, uid: Option<u32>) -> fdo::Result<Vec<Image>> {
     let what = "list images";
     let mut images: Vec<Image> = Vec::new();
     loop {
-        match ask(budget, what, Request::List { uid, skip: images.len() }).await? {
+        match ask(&budget, what, Request::List { uid, skip: images.len() }).await? {
             Reply::Images(page) => {
                 let is_last = page.len() < MAX_LISTED;
                 images.extend(page);
@@ -215,28 +177,53 @@ async fn list(budget: &Arc<Budget>, uid: Option<u32>) -> fdo::Result<Vec<Image>>
     }
 }
 
-async fn find(budget: &Arc<Budget>, image: String) -> fdo::Result<Vec<Image>> {
+/// Finds the image with this name.
+///
+/// # Errors
+/// Fails like [`list`].
+pub async fn find(budget: Arc<Budget>, image: String) -> fdo::Result<Vec<Image>> {
     let what = format!("find image {image:?}");
-    match ask(budget, &what, Request::Find { image }).await? {
+    match ask(&budget, &what, Request::Find { image }).await? {
         Reply::Images(images) => Ok(images),
         _ => Err(unexpected(&what)),
     }
 }
 
-async fn compare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<Vec<String>> {
+/// Changes an image or its record. `what`: completes the message "cannot ...".
+///
+/// # Errors
+/// Fails like [`list`], or the helper refuses the change.
+pub async fn change(budget: Arc<Budget>, what: String, change: Request) -> fdo::Result<()> {
+    ask(&budget, &what, change).await.map(drop)
+}
+
+/// Lists everything that this host lacks for a restore of an image of this user.
+///
+/// # Errors
+/// Fails like [`list`], or the image cannot be read.
+pub async fn compare(
+    core: Rc<RefCell<Core>>,
+    budget: Arc<Budget>,
+    uid: u32,
+    image: String,
+) -> fdo::Result<Vec<String>> {
     let what = format!("check image {image:?}");
     let gpus = core.borrow().model.kinds_of_host();
-    match ask(budget, &what, Request::Compare { uid, image, gpus }).await? {
+    match ask(&budget, &what, Request::Compare { uid, image, gpus }).await? {
         Reply::Lacks(lacks) => Ok(lacks),
         _ => Err(unexpected(&what)),
     }
 }
 
-async fn restore(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
+/// Restores the program of an image of this user. Returns its process ID.
+///
+/// # Errors
+/// Fails like [`list`], or the program cannot be restored.
+pub async fn restore(core: Rc<RefCell<Core>>, budget: Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
     let what = format!("restore image {image:?}");
     record_use().map_err(|why| failed(&what, why))?;
     let gpus = core.borrow().model.kinds_of_host();
-    match ask(budget, &what, Request::Restore { uid, image: image.clone(), gpus }).await? {
+    match ask(&budget, &what, Request::Restore { uid, image: image.clone(), gpus }).await? {
         Reply::Restored { pid } => {
             info!(pid, uid, image, "restored image {image} as process {pid}");
             Ok(pid.try_into().unwrap_or(0))
@@ -245,20 +232,81 @@ async fn restore(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, uid: u32, image
     }
 }
 
-/// Saves a program, with the programs that its processes have started. All are paused until they were saved.
-/// If they cannot be saved, or `cancelled` completes before they are, they continue.
-async fn save(
+/// Finds the programs of a process and of its descendants. Waits until those are back whose hibernation has just
+/// failed: they connect again after a second.
+///
+/// # Errors
+/// `InvalidArgs` if none of these processes is a program under nvshare.
+pub async fn find_tree(core: &RefCell<Core>, root: u32) -> fdo::Result<Tree> {
+    // Opened before the search. If the process has not ended afterwards, the programs are its descendants, and not
+    // descendants of an earlier process with the same PID.
+    let process = i32::try_from(root).ok().and_then(|pid| credentials::pidfd_of(pid).ok().flatten());
+    let mut pids: BTreeSet<u32> = core.borrow().model.program_pids().into_values().collect();
+    // Reads /proc for each client and its ancestors, which would delay the scheduling loop.
+    let search = move || {
+        pids.retain(|pid| *pid == root || is_descendant(*pid, root));
+        pids
+    };
+    let pids = spawn_blocking(search).await.unwrap_or_default();
+    let programs = |core: &Core| {
+        let all = core.model.program_pids().into_iter();
+        all.filter(|(_, pid)| pids.contains(pid)).collect::<BTreeMap<ClientId, u32>>()
+    };
+    let is_any = |is_so: &dyn Fn(&Core, ClientId) -> bool| {
+        let core = &*core.borrow();
+        programs(core).into_keys().any(|client| is_so(core, client))
+    };
+    let is_returning = |core: &Core, client| core.host.departures.is_returning(client);
+    if is_any(&is_returning) {
+        let back = async {
+            while is_any(&|core, client| is_returning(core, client) || !core.model.uses_gpu(client)) {
+                sleep(LOOK).await;
+            }
+        };
+        let _ = timeout(LEAVE_TIMEOUT, back).await; // if one is not back, `propose` refuses it
+    }
+    let core = core.borrow();
+    let clients = programs(&core);
+    let users: BTreeSet<u32> = clients.keys().filter_map(|client| core.model.user_of(*client)).collect();
+    if users.is_empty() { Err(no_programs(root)) } else { Ok(Tree { root, process, clients, users }) }
+}
+
+fn no_programs(root: u32) -> fdo::Error {
+    fdo::Error::InvalidArgs(format!("neither process {root} nor its descendants are programs under nvshare"))
+}
+
+/// Saves the programs of a tree to disk, and ends them. Sends the answer. If the caller leaves before they are
+/// saved, the programs continue. `closes_connections`: the restore closes their network connections. Otherwise, none
+/// may exist.
+pub fn save(
+    core: &Rc<RefCell<Core>>,
+    budget: Arc<Budget>,
+    tree: Tree,
+    closes_connections: bool,
+    mut reply: oneshot::Sender<fdo::Result<Image>>,
+) {
+    let core = core.clone();
+    spawn_local(async move {
+        let saved = {
+            let cancelled = pin!(reply.closed());
+            save_tree(&core, &budget, &tree, closes_connections, cancelled).await
+        };
+        reply.send(saved)
+    });
+}
+
+/// Saves the programs of a tree. All are paused until they were saved. If they cannot be saved, or `cancelled`
+/// completes before they are, they continue.
+async fn save_tree(
     core: &Rc<RefCell<Core>>,
     budget: &Arc<Budget>,
-    pid: u32,
-    users: &BTreeSet<u32>,
+    tree: &Tree,
     closes_connections: bool,
     cancelled: Pin<&mut impl Future<Output = ()>>,
 ) -> fdo::Result<Image> {
-    let since = Instant::now();
+    let (since, pid) = (Instant::now(), tree.root);
     let mut candidates = Vec::new();
-    wait_until_back(core, pid).await;
-    let saved = match propose(core, pid, users, &mut candidates).await {
+    let saved = match propose(core, tree, &mut candidates) {
         Ok(root) => {
             let saved = save_candidates(core, budget, &root, &candidates, closes_connections, cancelled).await;
             saved.map_err(|why| {
@@ -281,81 +329,20 @@ async fn save(
     saved
 }
 
-/// Puts the program of a process to sleep, and the programs of its descendants. Returns a pidfd of the process,
-/// which need not use a GPU itself: a notebook server only starts kernels.
+/// Puts the programs of a tree to sleep. Returns a pidfd of the root.
 ///
 /// # Errors
-/// One of the programs cannot be hibernated, or none exists. The earlier ones are in `candidates`.
-async fn propose(
-    core: &Rc<RefCell<Core>>,
-    root: u32,
-    users: &BTreeSet<u32>,
-    candidates: &mut Vec<Candidate>,
-) -> fdo::Result<OwnedFd> {
-    // Opened before the search. If the process has not ended afterwards, the programs are its descendants, and not
-    // those of an earlier process with the same PID.
-    let process = i32::try_from(root).ok().and_then(|pid| credentials::pidfd_of(pid).ok().flatten());
-    for pid in programs(core, root).await {
-        let candidate =
-            core.borrow_mut().with_host(|host, model, events| host.departures.propose(model, events, pid, users))?;
-        candidates.push(candidate);
+/// One of the programs cannot be hibernated, or the root has ended. The earlier ones are in `candidates`.
+fn propose(core: &RefCell<Core>, tree: &Tree, candidates: &mut Vec<Candidate>) -> fdo::Result<OwnedFd> {
+    for (client, pid) in &tree.clients {
+        let mut core = core.borrow_mut();
+        let candidate = core.with_host(|host, model, events| host.departures.propose(model, events, *client, *pid));
+        candidates.push(candidate?);
     }
     // A client's own pidfd also identifies the process that has connected.
-    let own = candidates.iter().find(|candidate| candidate.pid == root);
-    let process = own.map_or(process, |candidate| candidate.process.try_clone().ok());
-    process
-        .filter(|process| !candidates.is_empty() && !credentials::has_ended(process.as_fd()))
-        .ok_or_else(|| no_programs(root))
-}
-
-fn no_programs(root: u32) -> fdo::Error {
-    fdo::Error::InvalidArgs(format!("neither process {root} nor its descendants are programs under nvshare"))
-}
-
-/// Replies with the users of the programs of a process and its descendants, or `InvalidArgs` if there are no such
-/// programs.
-pub fn answer_users_of_tree(core: &Rc<RefCell<Core>>, root: u32, reply: oneshot::Sender<fdo::Result<BTreeSet<u32>>>) {
-    let core = core.clone();
-    spawn_local(async move { reply.send(users_of_tree(&core, root).await) });
-}
-
-async fn users_of_tree(core: &Rc<RefCell<Core>>, root: u32) -> fdo::Result<BTreeSet<u32>> {
-    let mut users = BTreeSet::new();
-    for pid in programs(core, root).await {
-        users.extend(core.borrow().model.users_of(pid)?);
-    }
-    if users.is_empty() { Err(no_programs(root)) } else { Ok(users) }
-}
-
-/// The process and its descendants, as far as they are clients.
-async fn programs(core: &Rc<RefCell<Core>>, root: u32) -> BTreeSet<u32> {
-    let mut clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
-    // Reads /proc for each client and its ancestors, which would delay the scheduling loop.
-    let search = move || {
-        clients.retain(|pid| *pid > 0 && (*pid == root || is_descendant(*pid, root)));
-        clients
-    };
-    spawn_blocking(search).await.unwrap_or_default()
-}
-
-/// Waits until a program uses its GPUs again whose hibernation has just failed. It connects again after a second.
-async fn wait_until_back(core: &Rc<RefCell<Core>>, root: u32) {
-    let pids = programs(core, root).await;
-    let any = |is_absent: &dyn Fn(&Core, ClientId) -> bool| {
-        let core = &*core.borrow();
-        let clients = core.model.client_pids().into_iter().filter(|(_, pid)| pids.contains(pid));
-        clients.into_iter().any(|(client, _)| is_absent(core, ClientId(client)))
-    };
-    let is_returning = |core: &Core, client| core.host.departures.is_returning(client);
-    let uses_no_gpu = |core: &Core, client| !core.model.uses_gpu(client);
-    if any(&is_returning) {
-        let back = async {
-            while any(&is_returning) || any(&uses_no_gpu) {
-                sleep(LOOK).await;
-            }
-        };
-        let _ = timeout(LEAVE_TIMEOUT, back).await; // if it is not back, `propose` refuses it
-    }
+    let own = candidates.iter().find(|candidate| candidate.pid == tree.root).map(|candidate| &candidate.process);
+    let process = own.or(tree.process.as_ref()).and_then(|process| process.try_clone().ok());
+    process.filter(|process| !credentials::has_ended(process.as_fd())).ok_or_else(|| no_programs(tree.root))
 }
 
 /// Returns true if a process was started by another one, or by its descendants.
@@ -464,11 +451,10 @@ async fn wait_until_asleep(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> R
     let asleep = async {
         loop {
             let sleeps = core.borrow().model.sleeps(candidate.client);
-            match sleeps {
-                Sleeps::Yes => return Ok(()),
-                Sleeps::No(why) => return Err(format!("it does not sleep: {why}")),
-                Sleeps::NotYet => sleep(LOOK).await,
+            if sleeps.map_err(|why| format!("it does not sleep: {why}"))? {
+                return Ok(());
             }
+            sleep(LOOK).await;
         }
     };
     timeout(SLEEP_TIMEOUT, asleep).await.unwrap_or_else(|_| Err("it does not fall asleep".into()))

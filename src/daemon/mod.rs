@@ -12,14 +12,13 @@
 //! - `checkpoint`: checkpoints and restores clients' processes, through separate programs.
 //! - `gpu`: NVML, memory accounting, and host memory.
 //! - `swap_files`: files for memory that fits neither on GPUs nor in RAM.
-//! - `metrics`: metrics for monitoring.
 //! - `usage`: records of programs' usage, on disk.
 //! - `core`: the scheduler's state machine, and the state that its decisions depend on.
 //! - `hibernate`: saves programs to disk and restores them, through a separate program.
 //! - `connections`: clients' connections from the handshake to their end, and GPU locks over D-Bus.
+//! - `control`: requests that change settings and rules, and orders that are saved.
+//! - `metrics`: metrics for monitoring.
 //! - `bus`: the D-Bus object.
-//! - `control`: carries out requests of the D-Bus object on the scheduling loop, and applies changed
-//!   settings.
 //! - `tasks`: periodic jobs of the scheduling loop.
 //! - `run`: startup, the scheduling loop, and shutdown.
 

@@ -24,7 +24,7 @@ use crate::daemon::connections::{Connections, accept, resume};
 use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
 use crate::daemon::control::last_good::{self, Fallback, LastGood};
-use crate::daemon::control::views::Views;
+use crate::daemon::control::views::{self, Views};
 use crate::daemon::core::Core;
 use crate::daemon::gpu::nvml::{self, Report};
 use crate::daemon::logging;
@@ -139,26 +139,26 @@ impl Configuration {
 
 fn run_logged(
     options: Options,
-    configuration: Configuration,
+    mut configuration: Configuration,
     state: Option<PathBuf>,
     log: logging::Control,
 ) -> Result<(), StartError> {
-    let Configuration { mut config, error, is_default, last_good } = configuration;
+    let config = &mut configuration.config;
     if let Err(e) = descriptors::raise_limit() {
         warn!("cannot raise the limit of file descriptors: {e}");
     }
     if options.in_pod {
         node::sees_the_host().map_err(StartError::new)?;
     }
-    let sockets = Sockets::open(&options, &config, state.is_some())?;
+    let sockets = Sockets::open(&options, config, state.is_some())?;
     // Drops all privileges: `/proc` and NVML answer every user. As a service, the daemon starts without
     // privileges. No thread starts before this, so no thread inherits privileges.
     privileges::drop_all().map_err(|e| StartError::new(format!("cannot drop privileges: {e}")))?;
     log.begin();
     systemd::start();
-    let changes = Changes::open(state.as_deref());
+    let mut changes = Changes::open(state.as_deref());
     config.settings.time_quantum = options.time_quantum.unwrap_or(config.settings.time_quantum);
-    changes.apply(&mut config);
+    changes.apply(config);
     let record = options.record.as_deref().map(|path| {
         // Only the owner may read the recording, because it contains the names of all users' programs.
         let created = File::options().write(true).create(true).truncate(true).mode(0o600).open(path);
@@ -168,24 +168,7 @@ fn run_logged(
 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|e| StartError::new(format!("cannot start: {e}")))?;
-    let bus = match &options {
-        Options { no_bus: true, .. } | Options { in_pod: true, .. } => Bus::None,
-        Options { bus_address: Some(address), .. } => Bus::Address(address.clone()),
-        _ => Bus::System,
-    };
-    let control = Control {
-        config: options.config,
-        log_level: options.log_level,
-        time_quantum: options.time_quantum,
-        log,
-        changes,
-        last_good,
-        is_default: Cell::new(is_default),
-        loading: Mutex::default(),
-        views: Views::default(),
-    };
-    let (claims, in_pod) = (options.claims, options.in_pod);
-    let daemon = Startup { control, config, error, sockets, record, bus, state, claims, in_pod };
+    let daemon = Startup { options, configuration, changes, log, sockets, record, state };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // Does not wait for tasks: if a directory service hangs, the daemon must still be able to stop.
     runtime.shutdown_background();
@@ -272,24 +255,21 @@ fn control_path(clients: &Path) -> PathBuf {
 
 /// The parts that the scheduling loop needs at its start.
 struct Startup {
-    control: Control,
-    config: Config,
-    /// The error in the configuration files, if they are invalid and `config` replaces them.
-    error: Option<String>,
+    options: Options,
+    configuration: Configuration,
+    changes: Changes,
+    log: logging::Control,
     sockets: Sockets,
     record: Option<File>,
-    bus: Bus,
     /// The directory for state that outlives this daemon.
     state: Option<PathBuf>,
-    claims: Option<PathBuf>,
-    in_pod: bool,
 }
 
 impl Startup {
     /// Starts all other parts, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { control, config, error, sockets, record, bus, state, claims, in_pod } = self;
-        let control = Rc::new(control);
+        let Self { options, configuration, changes, log, sockets, record, state } = self;
+        let Configuration { config, error, is_default, last_good } = configuration;
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut hang_up = signal(SignalKind::hangup())?;
@@ -298,49 +278,45 @@ impl Startup {
         unknown.iter().for_each(|name| systemd::forget(name));
 
         let core = Rc::new(RefCell::new(Core::new(config, record)?));
-        let settings_changed = core.borrow().io.follow_settings();
         core.borrow_mut().set_problems(|problems| (problems.configuration, problems.metrics) = (error, metrics_error));
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().containers.lock_files.create_in(directory);
         }
-        if let Some(directory) = &state {
-            core.borrow_mut().host.sleep.open(directory);
-            core.borrow_mut().host.moves.open(directory);
-            let keep = core.borrow().model.config.keep_usage;
-            let saved = core.borrow_mut().observe.usage.start(directory, keep);
-            tasks::load_hours(&core, saved);
-        }
+        state.iter().for_each(|directory| open_state(&core, directory));
         let mut reports = start_nvml(&core).await;
-        let published = tasks::Published::default();
-        let (request, mut requests) = mpsc::unbounded_channel();
-        let gpus = core.borrow().io.follow_gpus();
-        let attached = core.borrow().io.follow_attached();
-        let problems = core.borrow().io.problems();
-        let followed = bus::Followed {
-            settings: settings_changed,
-            problems,
-            holders: published.holders.subscribe(),
-            clients: published.clients.subscribe(),
-            states: published.states.subscribe(),
-            gpus,
-            attached,
-        };
+        let (request, mut requests) = mpsc::unbounded_channel::<bus::Request>();
+        let published = core.borrow().io.published.subscribe();
         let budgets = core.borrow().model.budgets.clone();
-        let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed, budgets.clone())?;
-        let (scrape, mut scrapes) = mpsc::unbounded_channel();
-        metrics::start(metrics, scrape)?;
+        let (views, readers) = Views::channel();
+        let bus = bus_to_use(&options);
+        let (bus, bus_attempted) =
+            BusServer::start(bus, control_socket, request, views.clone(), published, budgets.clone())?;
+        metrics::start(metrics, views.clone())?;
         // Must precede the takeover of an earlier daemon's clients, because some of these clients may be
         // asleep.
-        match helpers(in_pod, budgets) {
+        match helpers(options.in_pod, budgets) {
             Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
             Ok(None) => {}
             Err(e) => warn!("cannot checkpoint programs: {e}"),
         }
         tasks::start_swap_files(&core, stored.swap_files)?;
-        let connections = start_connections(&core, &control.views, clients, stored.connections, bus_attempted);
-        let mut claims = claims.map(|directory| ClaimSockets::new(&directory, &core, &connections));
-        tasks::start(&core, published);
-        control.views.start(&core);
+        let connections = start_connections(&core, views, clients, stored.connections, bus_attempted);
+        let claims = options.claims.map(|directory| ClaimSockets::new(&directory, &core, &connections));
+        tasks::start(&core);
+        spawn_local(views::answer(core.clone(), readers));
+        let control = Rc::new(Control {
+            core: core.clone(),
+            connections,
+            claims: RefCell::new(claims),
+            config: options.config,
+            log_level: options.log_level,
+            time_quantum: options.time_quantum,
+            log,
+            changes,
+            last_good,
+            is_default: Cell::new(is_default),
+            loading: Mutex::default(),
+        });
         info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
 
         let watchdog = systemd::watchdog_period();
@@ -353,15 +329,14 @@ impl Startup {
                     systemd::watchdog();
                 }
                 Some(report) = reports.recv() => core.borrow_mut().nvml_report(report),
-                Some(reply) = scrapes.recv() => control.views.answer(reply),
                 Some(request) = requests.recv() => {
-                    control.answer(&core, &connections, claims.as_mut(), request);
+                    request(&control);
                     // Lets other tasks serve clients between two requests, however many requests are pending.
                     tokio::task::yield_now().await;
                 }
                 _ = hang_up.recv() => {
-                    let (control, core) = (control.clone(), core.clone());
-                    spawn_local(async move { control.reload(&core, "the signal SIGHUP").await });
+                    let control = control.clone();
+                    spawn_local(async move { control.reload("the signal SIGHUP").await });
                 }
                 _ = terminate.recv() => break,
                 _ = interrupt.recv() => break,
@@ -374,6 +349,25 @@ impl Startup {
         core.borrow_mut().record_usage();
         core.borrow_mut().observe.usage.finish(USAGE_PATIENCE);
         Ok(())
+    }
+}
+
+/// Restores what an earlier daemon saved in this directory. From now on, changes are saved there.
+fn open_state(core: &Rc<RefCell<Core>>, directory: &Path) {
+    let saved = {
+        let Core { model, host, observe, .. } = &mut *core.borrow_mut();
+        host.sleep.open(directory);
+        host.moves.open(directory);
+        observe.usage.start(directory, model.config.keep_usage)
+    };
+    tasks::load_hours(core, saved);
+}
+
+fn bus_to_use(options: &Options) -> Bus {
+    match options {
+        Options { no_bus: true, .. } | Options { in_pod: true, .. } => Bus::None,
+        Options { bus_address: Some(address), .. } => Bus::Address(address.clone()),
+        _ => Bus::System,
     }
 }
 
@@ -415,7 +409,7 @@ async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
 /// Takes over stored connections and accepts new ones. Then notifies systemd that the daemon is ready.
 fn start_connections(
     core: &Rc<RefCell<Core>>,
-    views: &Views,
+    views: Views,
     listener: OwnedFd,
     stored: Vec<StoredConnection>,
     bus_attempted: oneshot::Receiver<()>,
@@ -438,7 +432,7 @@ fn start_connections(
         }
     });
     spawn_local({
-        let (core, views) = (core.clone(), views.clone());
+        let core = core.clone();
         async move {
             let _ = resumed.wait_for(|resumed| *resumed).await;
             let _ = tokio::time::timeout(BUS_TIMEOUT, bus_attempted).await;

@@ -54,12 +54,9 @@ impl<T: Content> StateFile<T> {
         let (sender, texts) = mpsc::channel::<(String, oneshot::Sender<Result<(), String>>)>();
         let saver = Saver { path: path.clone(), texts: sender };
         let started = thread::Builder::new().name("state".into()).spawn(move || {
-            while let Ok(first) = texts.recv() {
-                let (texts, waiting): (Vec<String>, Vec<_>) = std::iter::once(first).chain(texts.try_iter()).unzip();
-                let newest = texts.last().map_or("", String::as_str);
-                let saved = atomic_file::write(&path, newest).map_err(|e| format!("{}: {e}", path.display()));
-                // The callers may have left.
-                waiting.into_iter().for_each(|done: oneshot::Sender<_>| drop(done.send(saved.clone())));
+            for (text, done) in texts {
+                let saved = atomic_file::write(&path, &text).map_err(|e| format!("{}: {e}", path.display()));
+                drop(done.send(saved)); // the caller may have left
             }
         });
         if let Err(e) = started {

@@ -6,16 +6,13 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::select;
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{spawn_blocking, spawn_local};
 
 use crate::daemon::checkpoint::{Helpers, Operation, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::control::views::Views;
-use crate::daemon::core::{
-    Checkpoint, CheckpointRequest, ClientPids, Core, EXIT_TIME, GpuStates, Holders, Model, SAMPLE_QUIET, Signals,
-    send_if_new,
-};
+use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, Published, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::hibernate;
 use crate::daemon::swap_files::Keeper;
@@ -29,12 +26,16 @@ use crate::sys::clock;
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 
+/// Waits for the samples after the last client has disconnected. At the first, most exited processes have freed
+/// their memory. At the second, all have. Without the second sample, memory of a slow process would count as another
+/// program's when the next client connects. Without clients, no further samples are taken.
+const LAST_WAITS: [Duration; 2] = [SAMPLE_BUSY, EXIT_TIME];
+
 /// Interval between samples of host memory while idle clients have memory that other programs may need.
 const HOST_PERIOD: Duration = Duration::from_secs(1);
 
-/// Minimum time between two updates of the D-Bus property `Holders`. Also the minimum time between two
-/// lists of clients, whose differences are announced. Each update copies all holders, and each list
-/// copies all clients.
+/// Minimum time between two updates of the holders, clients and GPUs that D-Bus announces. Each update
+/// copies all holders and clients.
 const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
 
 /// Minimum time between two announcements of a GPU's changes. Each looks at all clients.
@@ -115,25 +116,17 @@ pub fn start_swap_files(core: &Rc<RefCell<Core>>, stored: Vec<StoredSwapFile>) -
     Ok(())
 }
 
-/// The values that jobs publish for D-Bus.
-#[derive(Debug, Default)]
-pub struct Published {
-    pub holders: watch::Sender<Holders>,
-    pub clients: watch::Sender<ClientPids>,
-    pub states: watch::Sender<GpuStates>,
-}
-
 /// Starts all other jobs except [`keep_status_line`].
-pub fn start(core: &Rc<RefCell<Core>>, published: Published) {
-    let Published { holders, clients, states } = published;
-    let often = PUBLISHING_PERIOD;
+pub fn start(core: &Rc<RefCell<Core>>) {
     hibernate::settle_at_start();
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
-    spawn_local(publish(core.clone(), often, |signals| &signals.holders, Model::holders, holders));
-    spawn_local(publish(core.clone(), often, |signals| &signals.arrivals, Model::client_pids, clients));
-    spawn_local(publish(core.clone(), CHANGES_PERIOD, |signals| &signals.state, Model::gpu_states, states));
+    spawn_local(publish(core.clone(), PUBLISHING_PERIOD, |core, published| {
+        (published.holders, published.clients) = (core.model.holders(), core.model.client_pids());
+        (published.gpus, published.attached) = (core.model.present_gpus(), core.model.has_attachments());
+    }));
+    spawn_local(publish(core.clone(), CHANGES_PERIOD, |core, published| published.states = core.model.gpu_states()));
     spawn_local(announce_rules(core.clone()));
     spawn_local(save_usage(core.clone()));
 }
@@ -146,64 +139,45 @@ async fn tick(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Samples memory: often while clients are active, rarely while they are idle, and never without
-/// clients. On a nearly full GPU, samples often enough to notice other programs' growth in time.
+/// Samples memory: often while clients are active, and rarely while they are idle. On a nearly full GPU, samples
+/// often enough to notice other programs' growth in time.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().io.signals.clone();
-    core.borrow_mut().sample_host();
+    let mut last_waits = LAST_WAITS.into_iter();
     loop {
-        if signals.clients.get() == 0 {
-            // After the last client has disconnected, two more samples are taken. At the first,
-            // most exited processes have freed their memory. At the second, all exited processes
-            // have freed their memory. Without the second sample, memory of a slow process would
-            // count as another program's when the next client connects.
-            let until_freed = async {
-                for wait in [SAMPLE_BUSY, EXIT_TIME] {
-                    tokio::time::sleep(wait).await;
-                    core.borrow().io.query_nvml(Query::Sample);
-                }
-                if signals.clients.get() == 0 {
-                    // Processes may write to the files of clients that have left.
-                    while core.borrow().host.files.has_left_files() {
-                        tokio::time::sleep(HOST_PERIOD).await;
-                        core.borrow_mut().sample_host();
-                    }
-                    std::future::pending::<()>().await;
-                }
-            };
-            tokio::select! {
-                () = signals.activity.notified() => {}
-                () = until_freed => {}
-            }
-        }
         core.borrow().io.query_nvml(Query::Sample);
         core.borrow_mut().sample_host();
-        if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
-            let period = core.borrow().model.sample_period().min(SAMPLE_BUSY);
-            tokio::time::sleep(period).await;
+        let period = core.borrow().model.sample_period();
+        let wait = if !core.borrow().model.has_clients() {
+            last_waits.next().unwrap_or(Duration::MAX)
         } else {
-            let period = core.borrow().model.sample_period().min(SAMPLE_IDLE);
-            let idle = async {
-                // Idle clients have memory that other programs may need.
-                while lends_host_memory(&core.borrow()) {
-                    tokio::time::sleep(HOST_PERIOD).await;
-                    core.borrow_mut().sample_host();
-                }
-                std::future::pending::<()>().await;
-            };
-            tokio::select! {
-                () = signals.activity.notified() => {}
-                () = tokio::time::sleep(period) => {}
-                () = idle => {}
+            last_waits = LAST_WAITS.into_iter();
+            if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
+                tokio::time::sleep(period.min(SAMPLE_BUSY)).await;
+                continue;
             }
+            period.min(SAMPLE_IDLE)
+        };
+        select! {
+            () = signals.activity.notified() => {}
+            () = tokio::time::sleep(wait) => {}
+            () = watch_host(&core) => {}
         }
     }
 }
 
-/// True if clients may use host memory that they can give back. Host memory must then be watched,
-/// because other programs may need it.
-fn lends_host_memory(core: &Core) -> bool {
-    core.model.allocates_ahead() || core.host.files.are_used(&core.model.config)
+/// Samples host memory while other programs may need memory that idle clients can give back, or processes may
+/// write to the files of clients that have left. Does not return.
+async fn watch_host(core: &RefCell<Core>) {
+    let is_watched = |core: &Core| match core.model.has_clients() {
+        true => core.model.allocates_ahead() || core.host.files.are_used(&core.model.config),
+        false => core.host.files.has_left_files(),
+    };
+    while is_watched(&core.borrow()) {
+        tokio::time::sleep(HOST_PERIOD).await;
+        core.borrow_mut().sample_host();
+    }
+    std::future::pending().await
 }
 
 /// Checks stopped processes until they continue.
@@ -234,19 +208,16 @@ async fn announce_rules(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Publishes a part of the state for D-Bus after each signal, at most once in `period`.
-async fn publish<T: PartialEq>(
-    core: Rc<RefCell<Core>>,
-    period: Duration,
-    signal: fn(&Signals) -> &Notify,
-    read: fn(&Model) -> T,
-    published: watch::Sender<T>,
-) {
-    let signals = core.borrow().io.signals.clone();
+/// Publishes a part of the state for D-Bus after each event, at most once in `period`.
+async fn publish(core: Rc<RefCell<Core>>, period: Duration, update: fn(&Core, &mut Published)) {
+    let mut events = core.borrow().io.signals.events.subscribe();
     loop {
-        signal(&signals).notified().await;
-        send_if_new(&published, read(&core.borrow().model));
+        {
+            let core = core.borrow();
+            core.io.publish(|published| update(&core, published));
+        }
         tokio::time::sleep(period).await;
+        let _ = events.changed().await; // the sender does not end before the loop
     }
 }
 
@@ -281,7 +252,7 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
 
 /// Keeps the line that `systemctl status` shows up to date.
 pub async fn keep_status_line(core: &Rc<RefCell<Core>>, views: &Views) {
-    let signals = core.borrow().io.signals.clone();
+    let mut published = core.borrow().io.published.subscribe();
     let mut shown = String::new();
     while let Some(view) = views.next().await {
         let line =
@@ -292,6 +263,6 @@ pub async fn keep_status_line(core: &Rc<RefCell<Core>>, views: &Views) {
             shown = line;
         }
         tokio::time::sleep(STATUS_PERIOD).await;
-        signals.turns.notified().await;
+        let _ = published.changed().await; // the sender does not end before the loop
     }
 }

@@ -9,7 +9,7 @@
 use super::printable;
 
 /// A control group.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Cgroup {
     /// The path from the root of the hierarchy, beginning with `/`. Empty if unknown. If the daemon
     /// runs in a control group namespace, the path starts at the innermost control group that

@@ -18,7 +18,7 @@ pub use user_name::{user_in_words, user_name};
 pub const OTHERS: &str = "others";
 
 /// A process that connected.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Identity {
     /// The pid, or 0 if the scheduler's PID namespace does not contain the process.
     pub pid: i32,
@@ -58,7 +58,7 @@ pub struct Identity {
 
 /// A pod, and the container in it. The kernel provides the UID. The agent that queries Kubernetes
 /// provides the names.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Pod {
     /// Empty without a pod.
     pub uid: String,
@@ -69,7 +69,7 @@ pub struct Pod {
 
 /// A ResourceClaim. Kubernetes mounts a claim's socket only into containers that use the claim, so
 /// the UID is as trustworthy as data from the kernel. The device plugin provides the names.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Claim {
     /// Empty without a claim.
     pub uid: String,

@@ -41,10 +41,8 @@ pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
     places: BTreeMap<ClientId, Place>,
     /// The sets of GPUs within which clients can be moved.
-    #[serde(default)]
     kinds: Vec<GpuSet>,
     /// The permitted GPUs of each client that may not use all GPUs.
-    #[serde(default)]
     allowed: BTreeMap<ClientId, GpuSet>,
 }
 

@@ -47,9 +47,17 @@ fn a_description_has_the_holder_the_queue_and_the_matching_programs() {
         let scheduler = scheduler(&connection).await;
         for (option, value, said) in [
             ("count", Variant::from(51_u32), "the option count cannot be 51: at most 50 is allowed"),
-            ("find", Variant::from(1_u32), "the option find must be a text (type s)"),
-            ("order", Variant::from("x"), "unknown order \"x\". The orders are memory, time, wait and name"),
-            ("x", Variant::from(1_u32), "unknown option \"x\": gpu, find, order, first, count and pid are allowed"),
+            ("find", Variant::from(1_u32), "wrong option: invalid type: integer `1`, expected a string in `find`"),
+            (
+                "order",
+                Variant::from("x"),
+                "wrong option: unknown variant `x`, expected one of `memory`, `time`, `wait`, `name` in `order`",
+            ),
+            (
+                "x",
+                Variant::from(1_u32),
+                "wrong option: unknown field `x`, expected one of `gpu`, `find`, `order`, `first`, `count`, `pid`",
+            ),
             ("pid", Variant::from(1_u32), "no program under nvshare has process ID 1"),
         ] {
             let refused = refusal(scheduler.describe(HashMap::from([(option, value)])).await);

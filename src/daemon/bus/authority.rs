@@ -47,14 +47,17 @@ impl Action {
         self.id().rsplit('.').next().unwrap_or_default()
     }
 
-    /// Adds the details that the action's message uses, for a check that concerns no particular call.
-    pub fn details(self, mut details: Details<'_>) -> Details<'_> {
+    /// Details that the action's message uses, for a check that concerns no particular call.
+    pub fn details(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Self::ChangeSettings => drop(details.insert("change", "change settings")),
-            Self::AcquireLock | Self::MakeRoom => drop(details.insert("gpu", "a GPU")),
-            Self::SeeCommands | Self::Debug => {}
+            Self::ChangeSettings => &[("change", "change settings")],
+            Self::AcquireLock | Self::MakeRoom => &[("gpu", "a GPU")],
+            Self::SeeCommands | Self::Debug => &[],
         }
-        details
+    }
+
+    pub fn uses_gpu(self) -> bool {
+        matches!(self, Self::AcquireLock | Self::MakeRoom)
     }
 
     fn id(self) -> &'static str {
@@ -105,17 +108,6 @@ impl Subject {
     }
 }
 
-/// The timeout of a check, and whether polkit may ask for a password.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Manner {
-    /// polkit may ask for a password. The timeout is long enough to type one.
-    Interactive,
-    /// The same timeout, but polkit must not ask for a password.
-    Patient,
-    /// A timeout of half a second. polkit must not ask for a password.
-    Quick,
-}
-
 /// polkit's decision.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Authorization {
@@ -135,24 +127,26 @@ pub struct Authority {
 }
 
 impl Authority {
-    /// Asks polkit whether the subject may perform an action.
+    /// Asks polkit whether the subject may perform an action. `interactive`: polkit may ask for a password.
+    /// `is_quick`: the timeout is too short to type one.
     pub async fn check<'a>(
         &self,
         connection: &'a Connection,
         subject: &'a Subject,
         action: Action,
         details: Details<'a>,
-        manner: Manner,
+        interactive: bool,
+        is_quick: bool,
     ) -> Authorization {
         let check = Check {
             connection,
             subject,
             action,
             details,
-            interactive: manner == Manner::Interactive,
+            interactive,
             id: format!("nvshare-{}", self.asked.fetch_add(1, Ordering::Relaxed)),
         };
-        let limit = if manner == Manner::Quick { QUICK_TIMEOUT } else { INTERACTIVE_TIMEOUT };
+        let limit = if is_quick { QUICK_TIMEOUT } else { INTERACTIVE_TIMEOUT };
         let gone = || Authorization::No("the caller has left the bus".into());
         let Ok(Some(leaving)) = check.subject.leaves(connection).await else { return gone() };
         let answer = tokio::select! {

@@ -1,6 +1,6 @@
 //! Callers of the D-Bus object, and their authorization.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::future::{pending, poll_fn};
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -13,7 +13,7 @@ use zbus::fdo::{self, DBusProxy};
 use zbus::message::{Flags, Header};
 use zbus::{Connection, MessageStream};
 
-use super::authority::{Action, Authority, Authorization, Details, Manner, Subject};
+use super::authority::{Action, Authority, Authorization, Subject};
 use super::gate::{self, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::NamedGpu;
@@ -33,30 +33,33 @@ pub enum Callers {
     Bus { asker: Connection, authority: Authority, senders: Senders, budgets: Arc<Budgets> },
     /// The peer of a control socket connection. The peer is the connection's only caller, and the
     /// kernel identifies it.
-    Peer { process: Arc<Process>, groups: Vec<u32>, budget: Arc<Budget> },
+    Peer(Arc<Known>),
 }
 
-/// A connection's credentials, as reported by the bus.
+/// The process that opened a connection, as the bus or the kernel reports it.
 #[derive(Debug)]
 pub struct Known {
-    pub uid: u32,
     pub budget: Arc<Budget>,
-    /// 0 if the PID is unknown.
-    pid: i32,
-    process: Arc<Process>,
+    /// With PID 0 if the PID is unknown.
+    process: Process,
+    /// The known groups of the process.
     groups: Vec<u32>,
+}
+
+impl Known {
+    pub fn new(process: Process, groups: Vec<u32>, budgets: &Budgets) -> Arc<Self> {
+        Arc::new(Self { budget: budgets.of_caller(process.uid), process, groups })
+    }
+
+    pub fn uid(&self) -> u32 {
+        self.process.uid
+    }
 }
 
 /// The sender of a message.
 #[derive(Debug)]
 pub struct Caller<'a> {
-    pub uid: u32,
-    /// 0 if the PID is unknown.
-    pub pid: i32,
-    process: Arc<Process>,
-    /// The known groups of the caller.
-    groups: Vec<u32>,
-    budget: Arc<Budget>,
+    known: Arc<Known>,
     from: From<'a>,
 }
 
@@ -91,8 +94,8 @@ impl Callers {
                 Ok(Place { _of_sender: of_sender, of_tenant: of_tenant.transpose()? })
             }
             (Self::Bus { .. }, None) => Ok(Place::default()),
-            (Self::Peer { budget, .. }, _) => {
-                Ok(Place { _of_sender: None, of_tenant: Some(gate::admit(budget, What::ControlCalls)?) })
+            (Self::Peer(known), _) => {
+                Ok(Place { _of_sender: None, of_tenant: Some(gate::admit(&known.budget, What::ControlCalls)?) })
             }
         }
     }
@@ -116,23 +119,18 @@ impl Callers {
     /// # Errors
     /// The bus does not know the sender.
     pub async fn identify(&self, header: Option<&Header<'_>>) -> fdo::Result<Caller<'_>> {
-        let (asker, authority, senders, budgets) = match self {
-            Self::Bus { asker, authority, senders, budgets } => (asker, authority, senders, budgets),
-            Self::Peer { process, groups, budget } => {
-                let (uid, pid, process) = (process.uid, process.pid, process.clone());
-                let (groups, budget) = (groups.clone(), budget.clone());
-                return Ok(Caller { uid, pid, process, groups, budget, from: From::Peer });
+        let (known, from) = match self {
+            Self::Peer(known) => (Some(known.clone()), Some(From::Peer)),
+            Self::Bus { asker, authority, senders, budgets } => {
+                let from = header.and_then(|header| {
+                    let subject = Subject::new(header)?;
+                    let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
+                    Some(From::Bus { authority, asker, subject, interactive })
+                });
+                (known(asker, senders, budgets, header).await, from)
             }
         };
-        let known = known(asker, senders, budgets, header).await;
-        let caller = header.zip(known).and_then(|(header, known)| {
-            let Known { uid, budget, pid, process, groups } = &*known;
-            let subject = Subject::new(header)?;
-            let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
-            let from = From::Bus { authority, asker, subject, interactive };
-            let (process, groups, budget) = (process.clone(), groups.clone(), budget.clone());
-            Some(Caller { uid: *uid, pid: *pid, process, groups, budget, from })
-        });
+        let caller = known.zip(from).map(|(known, from)| Caller { known, from });
         caller.ok_or_else(|| denied("the bus does not identify the caller"))
     }
 }
@@ -151,9 +149,8 @@ async fn known(
         let known = bus.get_connection_credentials(name.into()).await.ok()?;
         let uid = known.unix_user_id()?;
         let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
-        let process = Arc::new(Process::named(pid, uid, known.process_fd().map(AsFd::as_fd)));
-        let groups = known.unix_group_ids().cloned().unwrap_or_default();
-        Some(Arc::new(Known { uid, budget: budgets.of_caller(uid), pid, process, groups }))
+        let process = Process::named(pid, uid, known.process_fd().map(AsFd::as_fd));
+        Some(Known::new(process, known.unix_group_ids().cloned().unwrap_or_default(), budgets))
     };
     sender.known.get_or_try_init(|| async { ask.await.ok_or(()) }).await.ok().cloned()
 }
@@ -169,12 +166,16 @@ impl Caller<'_> {
     /// `LimitsExceeded` if too many of the tenant's calls are in that queue.
     pub fn admit_query(&self) -> fdo::Result<Share> {
         let what = if matches!(self.from, From::Peer) { What::ControlQueries } else { What::BusQueries };
-        gate::admit_query(&self.budget, what)
+        gate::admit_query(self.budget(), what)
     }
 
     /// The budget of the caller's tenant.
     pub fn budget(&self) -> &Arc<Budget> {
-        &self.budget
+        &self.known.budget
+    }
+
+    pub fn uid(&self) -> u32 {
+        self.known.uid()
     }
 
     /// Checks that the caller may see other users' clients.
@@ -189,7 +190,7 @@ impl Caller<'_> {
     /// other processes. So the process that opened the connection must still exist, and must be on the
     /// host.
     fn is_of_the_host(&self, what: &str) -> fdo::Result<()> {
-        let text = match self.process.place() {
+        let text = match self.known.process.place() {
             Where::Host => return Ok(()),
             Where::Elsewhere => format!("processes in containers and in other PID namespaces may not {what}"),
             Where::Ended => {
@@ -212,7 +213,7 @@ impl Caller<'_> {
     /// The caller is not on the host.
     pub fn identity(&self, what: &str) -> fdo::Result<Identity> {
         self.is_of_the_host(what)?;
-        let identity = self.process.describe(self.groups.clone());
+        let identity = self.known.process.describe(self.known.groups.clone());
         if !identity.container.is_empty() || !identity.pod.uid.is_empty() {
             // A process in the host's PID namespace may still be in a container without access to the host's
             // devices.
@@ -238,16 +239,19 @@ impl Caller<'_> {
         self.may_administer(Action::Debug, "create a debug bundle", "").await
     }
 
-    /// Checks that the caller may pause and resume this user's programs. Callers on the host may pause
+    /// Checks that the caller may pause and resume these users' programs. Callers on the host may pause
     /// their own programs.
     ///
     /// # Errors
-    /// The caller may not pause the user's programs.
-    pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
-        match user == accountable(self.uid) {
-            true => self.is_of_the_host(what),
-            false => self.may_change(what, "").await,
+    /// The caller may not pause the users' programs.
+    pub async fn may_pause(&self, users: &BTreeSet<u32>, what: &str) -> fdo::Result<()> {
+        for user in users {
+            match *user == self.own_user() {
+                true => self.is_of_the_host(what)?,
+                false => self.may_change(what, "").await?,
+            }
         }
+        Ok(())
     }
 
     /// Returns when the caller has closed its connection. `connection`: carries the call.
@@ -269,25 +273,12 @@ impl Caller<'_> {
 
     /// The user whose programs and images the caller owns.
     pub fn own_user(&self) -> u32 {
-        accountable(self.uid)
+        accountable(self.uid())
     }
 
     async fn may_administer(&self, action: Action, what: &str, rule: &str) -> fdo::Result<()> {
         self.is_of_the_host(what)?;
-        let only_root = |why: &str| format!("{} may not {what}: {why}only root may do this", self.user());
-        match self.from {
-            _ if self.uid == 0 => Ok(()),
-            From::Peer if self.uid == rustix::process::geteuid().as_raw() => Ok(()),
-            From::Peer => Err(denied(only_root("on the control socket, "))),
-            From::Bus { .. } => {
-                let program = self.program();
-                let details = HashMap::from([("program", program.as_str()), ("change", what), ("rule", rule)]);
-                match self.ask(action, details).await {
-                    Authorization::Absent => Err(denied(only_root("polkit is not running, so "))),
-                    answer => self.heed(answer, what),
-                }
-            }
-        }
+        self.authorize(action, &[("change", what), ("rule", rule)], what).await
     }
 
     /// Checks that the caller may acquire this lock. The caller must be able to use the lock's GPU.
@@ -308,33 +299,22 @@ impl Caller<'_> {
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
         // The daemon's own user needs no check, because it controls the GPUs anyway.
-        if self.uid != 0 && self.uid != rustix::process::geteuid().as_raw() {
+        if self.uid() != 0 && !self.is_daemon() {
             // The device file is known only for GPUs that NVML lists.
             if let Some(minor) = gpu.minor {
                 self.may_open(&device_files::path(minor), what)?;
             }
         }
-        match self.from {
-            _ if self.uid == 0 => Ok(()),
-            From::Peer => Ok(()),
-            From::Bus { .. } => {
-                let program = self.program();
-                let details =
-                    HashMap::from([("program", program.as_str()), ("gpu", gpu.title.as_str()), ("rule", rule)]);
-                match self.ask(action, details).await {
-                    Authorization::Absent => Err(denied(format!(
-                        "{} may not {what}: polkit is not running. Without polkit, only root and the group \
-                         nvshare (on the control socket) may do this.",
-                        self.user()
-                    ))),
-                    answer => self.heed(answer, what),
-                }
-            }
-        }
+        self.authorize(action, &[("gpu", &gpu.title), ("rule", rule)], what).await
+    }
+
+    /// True if the caller has the daemon's own user.
+    fn is_daemon(&self) -> bool {
+        self.uid() == rustix::process::geteuid().as_raw()
     }
 
     fn may_open(&self, device: &Path, what: &str) -> fdo::Result<()> {
-        let why = match access::may_read_and_write(device, self.uid, &self.groups) {
+        let why = match access::may_read_and_write(device, self.uid(), &self.known.groups) {
             Ok(true) => return Ok(()),
             Ok(false) => format!("it may not read and write {}", device.display()),
             Err(e) => format!("cannot examine {}: {e}", device.display()),
@@ -343,30 +323,23 @@ impl Caller<'_> {
     }
 
     fn user(&self) -> String {
-        user_in_words(self.uid)
+        user_in_words(self.uid())
     }
 
     /// Describes the caller for log lines, such as `user root (nvsharectl, process 77)`.
     pub fn label(&self) -> String {
-        format!("{} ({}, process {})", self.user(), printable(&self.program()), self.pid)
+        format!("{} ({}, process {})", self.user(), printable(&self.program()), self.known.process.pid)
     }
 
     /// The short name of the caller's process, as users see it.
     fn program(&self) -> String {
-        peer::name(self.pid).unwrap_or_else(|| "a program".into())
+        peer::name(self.known.process.pid).unwrap_or_else(|| "a program".into())
     }
 
     /// True if the caller may see other users' command lines. The check takes little time, and polkit never
     /// asks for a password.
     pub async fn sees_all(&self) -> bool {
-        let From::Bus { authority, asker, subject, .. } = &self.from else { return self.uid == 0 };
-        if self.uid == 0 {
-            return true;
-        }
-        let program = self.program();
-        let details = HashMap::from([("program", program.as_str())]);
-        let answer = authority.check(asker, subject, Action::SeeCommands, details, Manner::Quick).await;
-        answer == Authorization::Yes
+        self.ask(Action::SeeCommands, &[], true).await == Authorization::Yes
     }
 
     /// Whether the caller may perform each action without a password, by the end of the action's name.
@@ -374,53 +347,49 @@ impl Caller<'_> {
     /// otherwise.
     pub async fn permissions(&self) -> HashMap<String, bool> {
         let is_of_host = self.may_see_others().is_ok();
-        let owns_daemon = self.uid == 0 || (!self.is_on_bus() && self.uid == rustix::process::geteuid().as_raw());
         let mut permissions = HashMap::new();
         for action in Action::ALL {
-            let uses_gpu = matches!(action, Action::AcquireLock | Action::MakeRoom);
-            let may = match &self.from {
-                _ if !is_of_host => false,
-                _ if owns_daemon => true,
-                From::Peer => uses_gpu,
-                From::Bus { authority, asker, subject, .. } => {
-                    let program = self.program();
-                    let details = HashMap::from([("program", program.as_str())]);
-                    let answer = authority.check(asker, subject, action, action.details(details), Manner::Quick).await;
-                    answer == Authorization::Yes
-                }
-            };
+            let may = is_of_host && self.ask(action, action.details(), true).await == Authorization::Yes;
             permissions.insert(action.name().to_owned(), may);
         }
         permissions
     }
 
-    fn is_on_bus(&self) -> bool {
-        matches!(self.from, From::Bus { .. })
-    }
-
-    async fn ask(&self, action: Action, details: Details<'_>) -> Authorization {
+    /// Asks whether the caller may perform an action. Root may perform all. On the control socket, its group
+    /// may use the GPUs, and the daemon's user may perform all. `is_quick`: polkit must answer quickly, and
+    /// not ask for a password.
+    async fn ask(&self, action: Action, details: &[(&str, &str)], is_quick: bool) -> Authorization {
         match &self.from {
+            _ if self.uid() == 0 => Authorization::Yes,
+            From::Peer if action.uses_gpu() || self.is_daemon() => Authorization::Yes,
+            From::Peer => Authorization::No("on the control socket, only root may do this".into()),
             From::Bus { authority, asker, subject, interactive } => {
-                let manner = if *interactive { Manner::Interactive } else { Manner::Patient };
-                authority.check(asker, subject, action, details, manner).await
+                let program = self.program();
+                let details = details.iter().copied().chain([("program", program.as_str())]).collect();
+                authority.check(asker, subject, action, details, *interactive && !is_quick, is_quick).await
             }
-            From::Peer => Authorization::Absent,
         }
     }
 
-    fn heed(&self, answer: Authorization, what: &str) -> fdo::Result<()> {
-        let why = match answer {
+    /// Checks that the caller may perform an action. `what`: completes the message "may not ...".
+    async fn authorize(&self, action: Action, details: &[(&str, &str)], what: &str) -> fdo::Result<()> {
+        let user = self.user();
+        let why = match self.ask(action, details, false).await {
             Authorization::Yes => return Ok(()),
             Authorization::Challenge => {
-                let user = self.user();
                 let text =
                     format!("{user} may not {what} without a password, and the call does not allow a password prompt");
                 return Err(fdo::Error::InteractiveAuthorizationRequired(text));
             }
             Authorization::No(why) => why,
-            Authorization::Absent => "polkit is not running".into(),
+            Authorization::Absent if action.uses_gpu() => {
+                "polkit is not running. Without polkit, only root and the group nvshare (on the control socket) may do \
+                 this."
+                    .into()
+            }
+            Authorization::Absent => "polkit is not running, so only root may do this".into(),
         };
-        debug!("{} may not {what}: {why}", self.user());
-        Err(denied(format!("{} may not {what}: {why}", self.user())))
+        debug!("{user} may not {what}: {why}");
+        Err(denied(format!("{user} may not {what}: {why}")))
     }
 }

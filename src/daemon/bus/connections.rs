@@ -5,19 +5,17 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::{Semaphore, oneshot};
 use tokio::task::spawn_local;
 use tracing::{debug, error, info, warn};
 use zbus::{Guid, connection};
 
 use super::announce::announce;
-use super::callers::Callers;
+use super::callers::{Callers, Known};
 use super::object::Object;
 use super::served::Served;
 use super::{Bus, Shared, suspend};
 use crate::bus;
-use crate::daemon::core::Present;
-use crate::daemon::core::{ClientPids, Holders};
 use crate::daemon::transport::peer::{Process, Where};
 use crate::sys::{credentials, descriptors, socket};
 
@@ -129,15 +127,8 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     let credentials::Credentials { gid, .. } = credentials::credentials(stream.as_fd())?;
     let groups = credentials::groups(stream.as_fd(), gid)?;
     let process = Process::of_socket(stream.as_fd())?;
-    if process.place() != Where::Host {
-        // The peer is not known to be on the host: the control socket may be mounted into a
-        // container. Clients, GPUs and their changes are hidden from such a peer.
-        shared.followed.holders = watch::channel(Holders::new()).1;
-        shared.followed.clients = watch::channel(ClientPids::new()).1;
-        shared.followed.gpus = watch::channel(Present::new()).1;
-    }
-    let budget = shared.budgets.of_caller(process.uid);
-    let callers = Callers::Peer { process: Arc::new(process), groups, budget };
+    shared.is_visitor = process.place() != Where::Host;
+    let callers = Callers::Peer(Known::new(process, groups, &shared.budgets));
     let object = Arc::new(Object { shared: shared.clone(), callers });
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())

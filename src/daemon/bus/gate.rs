@@ -81,7 +81,7 @@ impl Sender {
     /// `LimitsExceeded` if the connection has too many calls in progress.
     pub fn admit(&self) -> fdo::Result<Option<OwnedSemaphorePermit>> {
         let place = self.places.clone().try_acquire_owned().ok();
-        let is_root = || self.known.get().is_some_and(|known| known.uid == 0);
+        let is_root = || self.known.get().is_some_and(|known| known.uid() == 0);
         match place {
             None if !is_root() => Err(too_many("of this connection are being answered")),
             place => Ok(place),

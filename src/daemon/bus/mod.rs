@@ -2,8 +2,8 @@
 //! no call can delay a hand-over. Exchanges messages with the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
-//! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors;
-//!   `options`: their dictionaries of options.
+//! - `object`: methods and properties; `served`: their dispatch by zbus; `options`: their dictionaries of
+//!   options.
 //! - `announce`: PropertiesChanged and the signals.
 //! - `suspend`: follows logind, and evicts programs' memory before the host suspends.
 //! - `gate`: admits calls; `callers`: identifies and authorizes callers.
@@ -13,15 +13,14 @@ mod announce;
 mod authority;
 mod callers;
 mod connections;
-mod failure;
 mod gate;
 mod object;
 mod options;
 mod served;
 mod suspend;
 
-use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::{self as blocking, RecvTimeoutError};
 use std::thread;
@@ -30,104 +29,19 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::debug;
-use zbus::fdo;
 
-use crate::config::rules::Addition;
-use crate::daemon::connections::lock::{LockRequest, Lockable};
-use crate::daemon::core::bundle::Snapshot;
-use crate::daemon::core::claims::Claims;
-use crate::daemon::core::pods::{Pods, Refused};
-use crate::daemon::core::{ClientPids, GpuStates, Holders, NamedGpu, Present, RoomRequest, View};
-use crate::daemon::hibernate::HibernationRequest;
-use crate::daemon::tenants::{Budget, Budgets};
-use crate::daemon::usage::{Query, UsageAnswer};
+use crate::daemon::control::Control;
+use crate::daemon::control::views::Views;
+use crate::daemon::core::Published;
+use crate::daemon::tenants::Budgets;
 use crate::recorder::follow::Follower;
-use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
-pub use failure::Failure;
 
 /// Time for which a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
-/// A request from the object to the scheduling loop.
-#[derive(Debug)]
-pub enum Request {
-    /// The next view of the scheduler's state.
-    View(oneshot::Sender<Arc<View>>),
-    /// The recorded usage.
-    Usage(Query, oneshot::Sender<UsageAnswer>),
-    /// Changes a setting. The string describes the caller for the log, here and in the other requests.
-    Set(Change, String, oneshot::Sender<Result<(), Failure>>),
-    SetRule(Box<Addition>, String, oneshot::Sender<Result<(), Failure>>),
-    /// Replaces the list of this node's pods. The answer lists the refused rules.
-    SetPods(Pods, oneshot::Sender<Refused>),
-    /// Replaces the list of this node's claims. The answer lists the refused claims, or is an error if the
-    /// daemon serves no claims.
-    SetClaims(Claims, oneshot::Sender<fdo::Result<Refused>>),
-    /// Checks a lock request as far as the scheduling loop can. Authorization is separate.
-    CheckLock(LockRequest, oneshot::Sender<fdo::Result<Lockable>>),
-    Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
-    /// Checks a request for a room as far as the scheduling loop can. The answer is the room's GPU.
-    CheckRoom(RoomRequest, oneshot::Sender<fdo::Result<NamedGpu>>),
-    /// Makes a room. The answer is sent when the memory has been freed.
-    Room(RoomRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
-    /// Ends this client's lock, on an administrator's order.
-    TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
-    /// The users of the program with this process ID.
-    UsersOf(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
-    /// The users of the programs of the process with this ID and of its descendants.
-    UsersOfTree(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
-    /// Pauses the program with this process ID (`true`), or resumes it (`false`). The program must belong
-    /// to one of these users.
-    Pause {
-        pid: u32,
-        is_paused: bool,
-        users: BTreeSet<u32>,
-        reply: oneshot::Sender<fdo::Result<()>>,
-    },
-    /// Saves a program to disk, restores it, or changes the images. With the caller's budget.
-    Hibernation(HibernationRequest, Arc<Budget>),
-    /// Moves the program with this process ID to this GPU. The program must belong to one of these users.
-    /// The answer is sent once the move has succeeded or failed.
-    Migrate {
-        pid: u32,
-        gpu: String,
-        users: BTreeSet<u32>,
-        reply: oneshot::Sender<fdo::Result<()>>,
-    },
-    /// Drains a GPU (`true`), or allows its use again (`false`).
-    Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
-    /// Collects the contents of a debug bundle, including this view.
-    Debug(Arc<View>, oneshot::Sender<Box<Snapshot>>),
-    /// Releases the driver for at most this time. The answer lists the programs that still use it.
-    ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
-    /// Handles an imminent suspend of the host (`true`), or its end (`false`). The answer is sent once all
-    /// evictable memory has been evicted from the GPUs.
-    Suspend(bool, oneshot::Sender<()>),
-    Reload(String, oneshot::Sender<Result<(), String>>),
-    /// Discards all settings that were changed at run time.
-    Reset(String, oneshot::Sender<Result<(), Failure>>),
-}
-
-/// A change of a setting whose caller is already authorized.
-#[derive(Debug, Clone, Copy)]
-pub enum Change {
-    TimeQuantum(Duration),
-    MaxWait(Duration),
-    AntiThrash(AntiThrash),
-    Policy(PolicyName),
-}
-
-impl Change {
-    pub fn apply(self, settings: &mut Settings) {
-        match self {
-            Self::TimeQuantum(quantum) => settings.time_quantum = quantum,
-            Self::MaxWait(most) => settings.max_wait = most,
-            Self::AntiThrash(mode) => settings.anti_thrash = mode,
-            Self::Policy(policy) => settings.policy = policy,
-        }
-    }
-}
+/// A request from the object, which the scheduling loop calls.
+pub type Request = Box<dyn FnOnce(&Rc<Control>) + Send>;
 
 /// The thread that serves the object.
 #[derive(Debug)]
@@ -143,7 +57,8 @@ impl BusServer {
         bus: Bus,
         control: Option<OwnedFd>,
         requests: mpsc::UnboundedSender<Request>,
-        followed: Followed,
+        views: Views,
+        published: watch::Receiver<Published>,
         budgets: Arc<Budgets>,
     ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
         let (attempted, first) = oneshot::channel();
@@ -153,12 +68,14 @@ impl BusServer {
         thread::Builder::new().name("dbus".into()).spawn(move || {
             let shared = Shared {
                 requests,
+                views,
                 bundling: Arc::default(),
                 drawing: Arc::default(),
                 following: Arc::default(),
                 reading_usage: Arc::default(),
                 budgets,
-                followed,
+                published,
+                is_visitor: false,
             };
             LocalSet::new().block_on(&runtime, async {
                 if let Some(control) = control {
@@ -190,19 +107,6 @@ pub enum Bus {
     Address(String),
 }
 
-/// Values that the scheduling loop publishes for the object.
-#[derive(Debug, Clone)]
-pub struct Followed {
-    pub settings: watch::Receiver<Settings>,
-    pub problems: watch::Receiver<Vec<String>>,
-    pub holders: watch::Receiver<Holders>,
-    pub clients: watch::Receiver<ClientPids>,
-    pub states: watch::Receiver<GpuStates>,
-    pub gpus: watch::Receiver<Present>,
-    /// True if any program has a GPU attached.
-    pub attached: watch::Receiver<bool>,
-}
-
 /// The state of live timelines, which all readers share.
 #[derive(Debug, Default)]
 struct Following {
@@ -214,6 +118,7 @@ struct Following {
 #[derive(Debug, Clone)]
 struct Shared {
     requests: mpsc::UnboundedSender<Request>,
+    views: Views,
     /// Held while a debug bundle is created. Bundles take memory, so only one is created at a time.
     bundling: Arc<Mutex<()>>,
     /// Held while a timeline is drawn, and for a pause afterwards.
@@ -223,7 +128,22 @@ struct Shared {
     /// Held while usage records are read, because records can be large.
     reading_usage: Arc<Mutex<()>>,
     budgets: Arc<Budgets>,
-    followed: Followed,
+    published: watch::Receiver<Published>,
+    /// The peer is not known to be on the host: the control socket may be mounted into a container. Clients,
+    /// GPUs and their changes are hidden from such a peer.
+    is_visitor: bool,
+}
+
+impl Shared {
+    /// The values that the peer may see.
+    fn visible(&self, published: &Published) -> Published {
+        let mut visible = published.clone();
+        if self.is_visitor {
+            (visible.holders, visible.clients) = Default::default();
+            (visible.gpus, visible.states) = Default::default();
+        }
+        visible
+    }
 }
 
 fn seconds(duration: Duration) -> u32 {

@@ -1,32 +1,37 @@
 //! The methods and properties of the object.
 
 use std::collections::{BTreeSet, HashMap};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nvshare_hibernate::{Image, Place, Request as ImageRequest};
 use tokio::sync::oneshot;
+use tokio::task::spawn_local;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedVariant, fdo};
 
 use super::callers::{Caller, Callers};
-use super::failure::Failure;
-use super::options;
-use super::{Change, Request, Shared, seconds};
+use super::options::{self, BundleOptions, HibernationOptions, NoOptions};
+use super::{Shared, seconds};
 use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
 use crate::config::{names, settings};
-use crate::daemon::connections::lock::LockRequest;
-use crate::daemon::core::ClientView;
-use crate::daemon::core::Holders;
+use crate::daemon::connections::lock::{self, LockRequest};
+use crate::daemon::connections::room;
+use crate::daemon::control::changes::Changed;
+use crate::daemon::control::{Control, Failure};
+use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::describe::Reader;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
-use crate::daemon::core::{RoomRequest, View};
-use crate::daemon::hibernate::{Answer, HibernationRequest};
+use crate::daemon::core::{ClientView, Holders, RoomRequest, View, check_room};
+use crate::daemon::hibernate;
+use crate::daemon::tenants::{Budget, Share};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
+use crate::scheduler::ClientId;
 
 /// Minimum pause between two answers to queries for usage.
 const USAGE_PERIOD: Duration = Duration::from_millis(50);
@@ -51,17 +56,15 @@ pub struct Object {
 impl Object {
     #[zbus(out_args("gpus"))]
     async fn list_gpus(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Gpu>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         Ok(self.read(|view| view.list_gpus()).await.map(Arc::unwrap_or_clone)?)
     }
 
     #[zbus(out_args("clients"))]
     async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Client>, Failure> {
-        // A caller that the bus cannot identify may see only the fields that every user may see.
-        let caller = self.callers.identify(Some(&header)).await.ok();
-        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        let caller = self.admit_reader(&header).await?;
         let clients = self.read(|view| view.list_clients()).await?;
-        let uid = caller.as_ref().map(|caller| caller.uid);
+        let uid = caller.as_ref().map(Caller::uid);
         let is_hidden = |client: &ClientView| Some(client.identity.uid) != uid && !client.identity.command.is_empty();
         let sees_all = match caller {
             Some(caller) if clients.iter().any(is_hidden) => caller.sees_all().await,
@@ -73,7 +76,7 @@ impl Object {
 
     #[zbus(out_args("groups"))]
     async fn list_pressure(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Pressure>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         Ok(self.read(|view| view.list_pressure()).await?)
     }
 
@@ -84,14 +87,13 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String, Failure> {
         let selection = options::selection(&options)?;
-        let caller = self.callers.identify(Some(&header)).await.ok();
-        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        let caller = self.admit_reader(&header).await?;
         // Only the description of one process shows a command line.
         let sees_all = match &caller {
             Some(caller) if selection.pid.is_some() => caller.sees_all().await,
             _ => false,
         };
-        let reader = Reader { uid: caller.map(|caller| caller.uid), sees_all };
+        let reader = Reader { uid: caller.map(|caller| caller.uid()), sees_all };
         Ok(self.read(move |view| view.describe(&selection, reader)).await??)
     }
 
@@ -102,14 +104,9 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String, Failure> {
         let (gpu, last) = options::live_timeline(&options)?;
-        let caller = self.callers.identify(Some(&header)).await?;
-        caller.may_see_others()?;
-        let tenant = caller.identity("see a timeline")?.tenant;
-        let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
-        let _place = caller.admit_query()?;
+        let (viewer, _place) = self.admit_viewer(&header).await?;
         let mut following = self.shared.following.clone().lock_owned().await;
-        let view = self.ask(Request::View).await?;
-        let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
+        let snapshot = self.snapshot().await?;
         let drawn = tokio::task::spawn_blocking(move || {
             let drawn = snapshot.live_timeline(&mut following.follower, &viewer, last, gpu.as_deref());
             following.drawn += 1;
@@ -134,7 +131,7 @@ impl Object {
 
     #[zbus(out_args("sentences"))]
     async fn explain(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<String>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         Ok(self.read(move |view| view.explain(pid)).await??)
     }
 
@@ -153,7 +150,7 @@ impl Object {
         let _place = caller.admit_query()?;
         let turn = self.shared.reading_usage.clone().lock_owned().await;
         let query = Query { since, by: by.clone(), tenant };
-        let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
+        let rows = self.ask(|control, reply| control.read_usage(query, reply)).await?;
         // For each answer, the scheduling loop reads all clients. The pause leaves the loop time for other
         // work before the next query.
         tokio::spawn(async move {
@@ -173,17 +170,16 @@ impl Object {
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<bus::LockFd, Failure> {
-        if let Some(option) = options.keys().next() {
-            return Err(fdo::Error::InvalidArgs(format!("unknown option {option:?}")).into());
-        }
+        let NoOptions {} = options::parse(&options)?;
         let caller = self.callers.identify(Some(&header)).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
         // The request is checked before authorization, so that no user types a password for an
         // invalid request.
         let checked = request.clone();
-        let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
+        let lockable = self.on_loop(move |control| lock::check(&control.core.borrow(), &checked)).await??;
         caller.may_lock(&lockable).await?;
-        Ok(self.ask(|reply| Request::Lock(request, reply)).await??.into())
+        let acquire = |control: &Rc<Control>| lock::acquire(&control.core, &control.connections, request);
+        Ok(self.on_loop(acquire).await??.into())
     }
 
     #[zbus(out_args("room"))]
@@ -200,15 +196,15 @@ impl Object {
         // The request is checked before authorization, so that no user types a password for an
         // invalid request.
         let checked = request.clone();
-        let gpu = self.ask(|reply| Request::CheckRoom(checked, reply)).await??;
+        let gpu = self.on_loop(move |control| check_room(&control.core.borrow().model, &checked)).await??;
         caller.may_make_room(&gpu).await?;
-        Ok(self.ask(|reply| Request::Room(request, reply)).await??.into())
+        Ok(self.ask(|control, reply| room::make(&control.core, request, reply)).await??.into())
     }
 
     async fn terminate_lock(&self, client: u64, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
         let what = format!("end the lock of client {client}");
         self.callers.identify(Some(&header)).await?.may_change(&what, "").await?;
-        Ok(self.ask(|reply| Request::TerminateLock(client, reply)).await??)
+        Ok(self.on_loop(move |control| control.core.borrow().model.end_lock(ClientId(client))).await??)
     }
 
     async fn pause(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
@@ -222,7 +218,7 @@ impl Object {
     async fn migrate(&self, pid: u32, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
         let what = format!("move process {pid} to another GPU");
         let users = self.authorize_for(pid, &what, &header).await?;
-        Ok(self.ask(|reply| Request::Migrate { pid, gpu, users, reply }).await??)
+        Ok(self.ask(move |control, reply| control.migrate(pid, &gpu, &users, reply)).await??)
     }
 
     #[zbus(out_args("image"))]
@@ -233,24 +229,26 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<String, Failure> {
-        let closes_connections = options::hibernation(&options)?;
+        let HibernationOptions { close_connections } = options::parse(&options)?;
         let what = format!("hibernate process {pid}");
-        let users = self.authorize(|reply| Request::UsersOfTree(pid, reply), &what, &header).await?;
         let caller = self.callers.identify(Some(&header)).await?;
-        let save = |reply| HibernationRequest::Save { pid, users, closes_connections, reply };
+        caller.may_see_others()?;
+        let tree = self.run(move |control| async move { hibernate::find_tree(&control.core, pid).await }).await??;
+        caller.may_pause(&tree.users, &what).await?;
+        let budget = caller.budget().clone();
         // If the caller leaves, the dropped request cancels the hibernation.
         tokio::select! {
-            image = self.hibernation(&caller, save) => Ok(image?.name),
-            () = caller.leaves(connection) => {
-                Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: the caller has left")).into())
+            image = self.ask(move |control, reply| hibernate::save(&control.core, budget, tree, close_connections, reply)) => {
+                Ok(image??.name)
             }
+            () = caller.leaves(connection) => Err(fdo::Error::Failed(format!("cannot {what}: the caller has left")).into()),
         }
     }
 
     #[zbus(out_args("pid"))]
     async fn restore(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<u32, Failure> {
-        let (uid, caller) = self.authorize_for_image(&image, "restore", &header).await?;
-        self.hibernation(&caller, |reply| HibernationRequest::Restore { uid, image, reply }).await
+        let (uid, budget) = self.authorize_for_image(&image, "restore", &header).await?;
+        Ok(self.run(move |control| hibernate::restore(control.core.clone(), budget, uid, image)).await??)
     }
 
     #[zbus(out_args("images"))]
@@ -258,7 +256,8 @@ impl Object {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_see_others()?;
         let uid = if caller.sees_all().await { None } else { Some(caller.own_user()) };
-        let images = self.hibernation(&caller, |reply| HibernationRequest::List { uid, reply }).await?;
+        let budget = caller.budget().clone();
+        let images = self.run(move |_| hibernate::list(budget, uid)).await??;
         Ok(images.iter().map(present_image).collect())
     }
 
@@ -268,8 +267,8 @@ impl Object {
         image: String,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<Vec<String>, Failure> {
-        let (uid, caller) = self.authorize_for_image(&image, "check", &header).await?;
-        self.hibernation(&caller, |reply| HibernationRequest::Compare { uid, image, reply }).await
+        let (uid, budget) = self.authorize_for_image(&image, "check", &header).await?;
+        Ok(self.run(move |control| hibernate::compare(control.core.clone(), budget, uid, image)).await??)
     }
 
     async fn send_hibernated(
@@ -290,15 +289,11 @@ impl Object {
     }
 
     async fn drain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
-        let caller = self.callers.identify(Some(&header)).await?;
-        caller.may_change(&format!("drain GPU {gpu:?}"), "").await?;
-        Ok(self.ask(|reply| Request::Drain(gpu, true, reply)).await??)
+        self.set_drained(gpu, true, &header).await
     }
 
     async fn undrain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
-        let caller = self.callers.identify(Some(&header)).await?;
-        caller.may_change(&format!("undrain GPU {gpu:?}"), "").await?;
-        Ok(self.ask(|reply| Request::Drain(gpu, false, reply)).await??)
+        self.set_drained(gpu, false, &header).await
     }
 
     #[zbus(out_args("rules"))]
@@ -306,7 +301,7 @@ impl Object {
         &self,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<Vec<HashMap<String, OwnedVariant>>, Failure> {
-        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.admit_reader(&header).await?;
         let rules = self.read(|view| view.rules()).await?;
         Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
     }
@@ -323,7 +318,8 @@ impl Object {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change(&format!("change the rule {name:?}"), &name).await?;
         let addition = Addition::read(&name, &keys).map_err(fdo::Error::InvalidArgs)?;
-        self.ask(|reply| Request::SetRule(Box::new(addition), caller.label(), reply)).await?
+        let by = caller.label();
+        Ok(self.run(|control| async move { control.set_rule(addition, &by).await }).await??)
     }
 
     #[zbus(out_args("refused"))]
@@ -334,7 +330,7 @@ impl Object {
     ) -> Result<HashMap<String, String>, Failure> {
         self.callers.identify(Some(&header)).await?.may_change("set the pods of this node", "").await?;
         let (pods, mut refused) = Pods::read(pods).map_err(fdo::Error::InvalidArgs)?;
-        refused.extend(self.ask(|reply| Request::SetPods(pods, reply)).await?);
+        refused.extend(self.on_loop(|control| control.set_pods(pods)).await?);
         Ok(refused)
     }
 
@@ -346,7 +342,7 @@ impl Object {
     ) -> Result<HashMap<String, String>, Failure> {
         self.callers.identify(Some(&header)).await?.may_change("set the claims of this node", "").await?;
         let (claims, mut refused) = Claims::read(claims).map_err(fdo::Error::InvalidArgs)?;
-        refused.extend(self.ask(|reply| Request::SetClaims(claims, reply)).await??);
+        refused.extend(self.on_loop(|control| control.set_claims(claims)).await??);
         Ok(refused)
     }
 
@@ -356,11 +352,10 @@ impl Object {
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<bus::BundleFd, Failure> {
-        let command_lines = options::debug(&options)?;
+        let BundleOptions { command_lines } = options::parse(&options)?;
         self.callers.identify(Some(&header)).await?.may_debug().await?;
         let _one_at_a_time = self.shared.bundling.lock().await;
-        let view = self.ask(Request::View).await?;
-        let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
+        let snapshot = self.snapshot().await?;
         let written = tokio::task::spawn_blocking(move || snapshot.write(command_lines)).await;
         let failed = |e: String| fdo::Error::Failed(format!("cannot make a debug bundle: {e}"));
         Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
@@ -368,15 +363,10 @@ impl Object {
 
     #[zbus(out_args("timeline"))]
     async fn create_timeline(&self, #[zbus(header)] header: Header<'_>) -> Result<bus::BundleFd, Failure> {
-        let caller = self.callers.identify(Some(&header)).await?;
-        caller.may_see_others()?;
-        let tenant = caller.identity("see a timeline")?.tenant;
-        let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
-        let _place = caller.admit_query()?;
+        let (viewer, _place) = self.admit_viewer(&header).await?;
         let turn = self.shared.drawing.clone().lock_owned().await;
         let begin = Instant::now();
-        let view = self.ask(Request::View).await?;
-        let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
+        let snapshot = self.snapshot().await?;
         let written = tokio::task::spawn_blocking(move || snapshot.timeline(&viewer)).await;
         // Replaying a recording keeps a processor busy for a while. However often timelines are requested, the
         // pause limits them to a small part of one processor.
@@ -392,21 +382,23 @@ impl Object {
     async fn reload(&self, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change("reload the configuration", "").await?;
-        let reloaded = self.ask(|reply| Request::Reload(caller.label(), reply)).await?;
+        let by = caller.label();
+        let reloaded = self.run(|control| async move { control.reload(&by).await }).await?;
         Ok(reloaded.map_err(Error::InvalidConfiguration)?)
     }
 
     async fn reset(&self, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change("reset the settings", "").await?;
-        self.ask(|reply| Request::Reset(caller.label(), reply)).await?
+        let by = caller.label();
+        self.run(|control| async move { control.reset(&by).await }).await?
     }
 
     #[zbus(out_args("clients"))]
     async fn release_driver(&self, seconds: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<u64>, Failure> {
         let lasts = settings::release(Duration::from_secs(seconds.into())).map_err(fdo::Error::InvalidArgs)?;
         self.callers.identify(Some(&header)).await?.may_change("make the scheduler release the driver", "").await?;
-        Ok(self.ask(|reply| Request::ReleaseDriver(lasts, reply)).await?)
+        Ok(self.run(move |control| async move { control.release_driver(lasts).await }).await?)
     }
 
     #[zbus(signal)]
@@ -428,56 +420,57 @@ impl Object {
     // call, even without a change.
     #[zbus(property(emits_changed_signal = "false"))]
     fn time_quantum(&self) -> u32 {
-        seconds(self.shared.followed.settings.borrow().time_quantum)
+        seconds(self.shared.published.borrow().settings.time_quantum)
     }
 
     #[zbus(property)]
     async fn set_time_quantum(&self, value: u32, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let quantum = settings::time_quantum(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::TimeQuantum(quantum), "change the time quantum", header.as_ref()).await
+        self.change(move |changed| changed.time_quantum = Some(quantum), "change the time quantum", header.as_ref())
+            .await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn max_wait(&self) -> u32 {
-        seconds(self.shared.followed.settings.borrow().max_wait)
+        seconds(self.shared.published.borrow().settings.max_wait)
     }
 
     #[zbus(property)]
     async fn set_max_wait(&self, value: u32, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let most = settings::max_wait(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::MaxWait(most), "change the longest wait", header.as_ref()).await
+        self.change(move |changed| changed.max_wait = Some(most), "change the longest wait", header.as_ref()).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn anti_thrash(&self) -> String {
-        names::anti_thrash_name(self.shared.followed.settings.borrow().anti_thrash).into()
+        names::anti_thrash_name(self.shared.published.borrow().settings.anti_thrash).into()
     }
 
     #[zbus(property)]
     async fn set_anti_thrash(&self, value: String, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let mode = names::parse_anti_thrash(&value).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::AntiThrash(mode), "change anti-thrash", header.as_ref()).await
+        self.change(move |changed| changed.anti_thrash = Some(mode), "change anti-thrash", header.as_ref()).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn policy(&self) -> String {
-        names::policy_name(self.shared.followed.settings.borrow().policy).into()
+        names::policy_name(self.shared.published.borrow().settings.policy).into()
     }
 
     #[zbus(property)]
     async fn set_policy(&self, value: String, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let policy = names::parse_policy(&value).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::Policy(policy), "change the policy", header.as_ref()).await
+        self.change(move |changed| changed.policy = Some(policy), "change the policy", header.as_ref()).await
     }
 
     #[zbus(property(emits_changed_signal = "invalidates"))]
     fn holders(&self) -> Holders {
-        self.shared.followed.holders.borrow().clone()
+        self.shared.visible(&self.shared.published.borrow()).holders
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn problems(&self) -> Vec<String> {
-        self.shared.followed.problems.borrow().clone()
+        self.shared.published.borrow().problems.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -487,17 +480,46 @@ impl Object {
 }
 
 impl Object {
+    /// Checks that the caller may see other users' clients. `None` if the bus cannot identify the caller: it may see
+    /// only the fields that every user may see.
+    async fn admit_reader(&self, header: &Header<'_>) -> Result<Option<Caller<'_>>, Failure> {
+        let caller = self.callers.identify(Some(header)).await.ok();
+        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        Ok(caller)
+    }
+
+    /// Admits a caller that requests a timeline.
+    async fn admit_viewer(&self, header: &Header<'_>) -> Result<(Viewer, Share), Failure> {
+        let caller = self.callers.identify(Some(header)).await?;
+        caller.may_see_others()?;
+        let tenant = caller.identity("see a timeline")?.tenant;
+        let viewer = Viewer { uid: caller.uid(), tenant, sees_all: caller.sees_all().await };
+        Ok((viewer, caller.admit_query()?))
+    }
+
     /// Changes a setting to a valid value, if the caller is authorized.
-    async fn change(&self, change: Change, what: &str, header: Option<&Header<'_>>) -> Result<(), Failure> {
+    async fn change(
+        &self,
+        change: impl FnOnce(&mut Changed) + Send + 'static,
+        what: &str,
+        header: Option<&Header<'_>>,
+    ) -> Result<(), Failure> {
         let caller = self.callers.identify(header).await?;
         caller.may_change(what, "").await?;
-        self.ask(|reply| Request::Set(change, caller.label(), reply)).await?
+        let by = caller.label();
+        Ok(self.run(move |control| async move { control.set(change, &by).await }).await??)
     }
 
     async fn set_paused(&self, pid: u32, is_paused: bool, header: &Header<'_>) -> Result<(), Failure> {
         let what = format!("{} process {pid}", if is_paused { "pause" } else { "resume" });
         let users = self.authorize_for(pid, &what, header).await?;
-        Ok(self.ask(|reply| Request::Pause { pid, is_paused, users, reply }).await??)
+        Ok(self.run(move |control| async move { control.pause(pid, is_paused, &users).await }).await??)
+    }
+
+    async fn set_drained(&self, gpu: String, drained: bool, header: &Header<'_>) -> Result<(), Failure> {
+        let what = format!("{} GPU {gpu:?}", if drained { "drain" } else { "undrain" });
+        self.callers.identify(Some(header)).await?.may_change(&what, "").await?;
+        Ok(self.run(move |control| async move { control.drain(&gpu, drained).await }).await??)
     }
 
     /// Returns the users of a program. A caller may always act on its own programs.
@@ -505,35 +527,11 @@ impl Object {
     /// # Errors
     /// The caller may not perform this action on the program.
     async fn authorize_for(&self, pid: u32, what: &str, header: &Header<'_>) -> Result<BTreeSet<u32>, Failure> {
-        self.authorize(|reply| Request::UsersOf(pid, reply), what, header).await
-    }
-
-    /// Returns the users that a request finds. A caller may always act on its own programs.
-    ///
-    /// # Errors
-    /// The caller may not perform this action on these users' programs.
-    async fn authorize(
-        &self,
-        users: impl FnOnce(oneshot::Sender<fdo::Result<BTreeSet<u32>>>) -> Request,
-        what: &str,
-        header: &Header<'_>,
-    ) -> Result<BTreeSet<u32>, Failure> {
         let caller = self.callers.identify(Some(header)).await?;
         caller.may_see_others()?;
-        let users = self.ask(users).await??;
-        for user in &users {
-            caller.may_pause(*user, what).await?;
-        }
+        let users = self.on_loop(move |control| control.core.borrow().model.users_of(pid)).await??;
+        caller.may_pause(&users, what).await?;
         Ok(users)
-    }
-
-    async fn hibernation<T>(
-        &self,
-        caller: &Caller<'_>,
-        request: impl FnOnce(Answer<T>) -> HibernationRequest,
-    ) -> Result<T, Failure> {
-        let budget = caller.budget().clone();
-        Ok(self.ask(|reply| Request::Hibernation(request(reply), budget)).await??)
     }
 
     /// Changes an image or its record, if the caller is authorized. `verb`: describes the change.
@@ -544,14 +542,14 @@ impl Object {
         header: &Header<'_>,
         change: impl FnOnce(u32, String) -> ImageRequest,
     ) -> Result<(), Failure> {
-        let (uid, caller) = self.authorize_for_image(&image, verb, header).await?;
+        let (uid, budget) = self.authorize_for_image(&image, verb, header).await?;
         let what = format!("{verb} image {image:?}");
         let change = change(uid, image);
-        self.hibernation(&caller, |reply| HibernationRequest::Change { what, change, reply }).await
+        Ok(self.run(|_| hibernate::change(budget, what, change)).await??)
     }
 
-    /// Returns the owner of an image, and the caller. A caller may always act on its own images. Damaged
-    /// images may belong to root.
+    /// Returns the owner of an image, and the caller's budget. A caller may always act on its own images.
+    /// Damaged images may belong to root.
     ///
     /// # Errors
     /// The image does not exist, or the caller may not perform this action on it.
@@ -560,13 +558,13 @@ impl Object {
         image: &str,
         verb: &str,
         header: &Header<'_>,
-    ) -> Result<(u32, Caller<'_>), Failure> {
+    ) -> Result<(u32, Arc<Budget>), Failure> {
         let caller = self.callers.identify(Some(header)).await?;
         let what = format!("{verb} image {image:?}");
         caller.identity(&what)?;
         let own = caller.own_user();
-        let find = |reply| HibernationRequest::Find { image: image.into(), reply };
-        let found = self.hibernation(&caller, find).await?;
+        let (budget, wanted) = (caller.budget().clone(), image.to_owned());
+        let found = self.run(move |_| hibernate::find(budget, wanted)).await??;
         // Users do not learn which images others have.
         let owner = match found.first().map(|found| found.uid) {
             Some(owner) if owner == own || caller.sees_all().await => owner,
@@ -575,23 +573,57 @@ impl Object {
                 return Err(fdo::Error::InvalidArgs(text).into());
             }
         };
-        caller.may_pause(owner, &what).await?;
-        Ok((owner, caller))
+        caller.may_pause(&[owner].into(), &what).await?;
+        Ok((owner, caller.budget().clone()))
     }
 
     /// Reads the state on a separate thread. With many clients, reading can take a while.
     async fn read<T: Send + 'static>(&self, read: impl FnOnce(&View) -> T + Send + 'static) -> Result<T, Error> {
-        let view = self.ask(Request::View).await?;
+        let view = self.shared.views.next().await.ok_or_else(stopping)?;
         let read = tokio::task::spawn_blocking(move || read(&view)).await;
         read.map_err(|e| Error::Stopping(format!("the scheduler is stopping: {e}")))
     }
 
-    async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Error> {
-        let stopping = || Error::Stopping("the scheduler is stopping".into());
+    /// The contents of a debug bundle, with the next view.
+    async fn snapshot(&self) -> Result<Box<Snapshot>, Error> {
+        let view = self.shared.views.next().await.ok_or_else(stopping)?;
+        self.on_loop(|control| Box::new(Snapshot::new(&control.core.borrow(), view))).await
+    }
+
+    /// Calls `act` on the scheduling loop.
+    async fn on_loop<T: Send + 'static>(
+        &self,
+        act: impl FnOnce(&Rc<Control>) -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        // If the caller has stopped waiting, sending its reply fails. That is not an error.
+        self.ask(|control, reply| drop(reply.send(act(control)))).await
+    }
+
+    /// Runs `act` in a task of the scheduling loop.
+    async fn run<T: Send + 'static, F: Future<Output = T> + 'static>(
+        &self,
+        act: impl FnOnce(Rc<Control>) -> F + Send + 'static,
+    ) -> Result<T, Error> {
+        let start = |control: &Rc<Control>, reply: oneshot::Sender<T>| {
+            let running = act(control.clone());
+            spawn_local(async move { reply.send(running.await) });
+        };
+        self.ask(start).await
+    }
+
+    /// Calls `act` on the scheduling loop, and waits for the reply.
+    async fn ask<T: Send + 'static>(
+        &self,
+        act: impl FnOnce(&Rc<Control>, oneshot::Sender<T>) + Send + 'static,
+    ) -> Result<T, Error> {
         let (reply, answer) = oneshot::channel();
-        self.shared.requests.send(request(reply)).map_err(|_| stopping())?;
+        self.shared.requests.send(Box::new(|control: &Rc<Control>| act(control, reply))).map_err(|_| stopping())?;
         answer.await.map_err(|_| stopping())
     }
+}
+
+fn stopping() -> Error {
+    Error::Stopping("the scheduler is stopping".into())
 }
 
 fn present_image(image: &Image) -> bus::Image {

@@ -172,9 +172,10 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::daemon::bus::callers::Callers;
-    use crate::daemon::bus::{Followed, Shared};
-    use crate::daemon::core::{ClientPids, GpuStates, Holders, Present};
+    use crate::daemon::bus::Shared;
+    use crate::daemon::bus::callers::{Callers, Known};
+    use crate::daemon::control::views::Views;
+    use crate::daemon::core::Published;
     use crate::daemon::tenants::Budgets;
     use crate::daemon::transport::peer::Process;
 
@@ -193,26 +194,20 @@ mod tests {
     #[test]
     fn the_object_implements_the_interface_of_the_xml_file() {
         let (requests, _) = mpsc::unbounded_channel();
-        let (_, settings) = watch::channel(Config::default().settings);
-        let (_, problems) = watch::channel(Vec::new());
-        let (_, holders) = watch::channel(Holders::new());
-        let (_, clients) = watch::channel(ClientPids::new());
-        let (_, gpus) = watch::channel(Present::new());
-        let (_, states) = watch::channel(GpuStates::new());
-        let (_, attached) = watch::channel(false);
-        let followed = Followed { settings, problems, holders, clients, states, gpus, attached };
+        let (_, published) = watch::channel(Published::new(Config::default().settings));
         let budgets = Arc::new(Budgets::new(1));
         let shared = Shared {
             requests,
+            views: Views::channel().0,
             bundling: Arc::default(),
             drawing: Arc::default(),
             following: Arc::default(),
             reading_usage: Arc::default(),
             budgets: budgets.clone(),
-            followed,
+            published,
+            is_visitor: false,
         };
-        let (process, budget) = (Arc::new(Process::named(0, 0, None)), budgets.of_caller(0));
-        let callers = Callers::Peer { process, groups: Vec::new(), budget };
+        let callers = Callers::Peer(Known::new(Process::named(0, 0, None), Vec::new(), &budgets));
         let object = Object { shared, callers };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);

@@ -7,6 +7,7 @@
 //! once all evictable memory has been evicted. logind waits for at most `InhibitDelayMaxSec`, by
 //! default 5 seconds.
 
+use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -14,8 +15,9 @@ use tracing::debug;
 use zbus::export::futures_core::Stream;
 use zbus::{Connection, OwnedFd};
 
-use super::{Request, Shared};
+use super::Shared;
 use crate::bus::logind::LogindProxy;
+use crate::daemon::control::Control;
 
 /// If logind does not report that the host has resumed, programs run again after the host has been
 /// awake for this time.
@@ -43,7 +45,8 @@ pub async fn follow(connection: &Connection, shared: &Shared) {
 /// once all evictable memory has been evicted from the GPUs.
 fn tell(shared: &Shared, suspended: bool) -> oneshot::Receiver<()> {
     let (done, evacuated) = oneshot::channel();
-    let _ = shared.requests.send(Request::Suspend(suspended, done)); // the scheduling loop may be stopping
+    let request = move |control: &Rc<Control>| control.suspend(suspended, done);
+    let _ = shared.requests.send(Box::new(request)); // the scheduling loop may be stopping
     evacuated
 }
 
@@ -56,18 +59,18 @@ async fn prepare(
 ) -> zbus::Result<std::convert::Infallible> {
     let logind = LogindProxy::new(connection).await?;
     let mut signals = logind.receive_prepare_for_sleep().await?;
-    let mut attached = shared.followed.attached.clone();
+    let mut published = shared.published.clone();
     let mut inhibitor: Option<OwnedFd> = None;
     loop {
-        let is_wanted = *attached.borrow_and_update();
+        let is_wanted = published.borrow().attached;
         if suspended.is_none() && is_wanted != inhibitor.is_some() {
             inhibitor = if is_wanted { inhibit(&logind).await } else { None };
         }
         let next = std::future::poll_fn(|cx| std::pin::Pin::new(&mut signals).poll_next(cx));
         let resumed = tokio::select! {
-            changed = attached.changed() => match changed {
-                Ok(()) => false,
-                Err(_stopping) => std::future::pending().await,
+            changed = async { published.wait_for(|now| now.attached != is_wanted).await.is_ok() } => match changed {
+                true => false,
+                false => std::future::pending().await, // the daemon is stopping
             },
             signal = next => {
                 let start = match signal {

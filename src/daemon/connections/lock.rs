@@ -35,8 +35,7 @@ use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{LOCK_RECORD, StoredConnection};
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::connection::Connection;
-use crate::daemon::transport::peer;
-use crate::identity::{Cgroup, Identity, Place, printable};
+use crate::identity::{Identity, printable};
 use crate::scheduler::ClientId;
 use crate::sys::foreign::Foreign;
 use crate::sys::{descriptors, socket};
@@ -99,10 +98,10 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
     let (owner, theirs) = std::os::unix::net::UnixStream::pair().map_err(failed)?;
     owner.set_nonblocking(true).map_err(failed)?;
     let identity = Identity { name: printable(&request.who), why: printable(&request.why), ..request.caller };
-    let record = Record::new(&gpu, &identity);
+    let record = Record::new(&gpu, identity);
     let files =
         LockFiles { owner: UnixStream::from_std(owner).map_err(failed)?, record: record.create().map_err(failed)? };
-    let (arrival, keeper) = record.client(identity, files, budget).map_err(failed)?;
+    let (arrival, keeper) = record.client(files, budget).map_err(failed)?;
     let client = core.borrow_mut().connect(arrival);
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
@@ -126,34 +125,16 @@ struct Record {
     is_slice: bool,
     /// The GPU's memory, in bytes.
     total: u64,
-    who: String,
-    why: String,
-    pid: i32,
-    uid: u32,
-    groups: Vec<u32>,
-    command: String,
-    /// The path of the caller's control group if the kernel reported it.
-    cgroup: Option<String>,
+    /// The caller at the time of its request.
+    identity: Identity,
 }
 
 const HELD: [u8; 1] = *b"h";
 const NOT_HELD: [u8; 1] = *b"w";
 
 impl Record {
-    fn new(gpu: &NamedGpu, identity: &Identity) -> Self {
-        let Identity { pid, uid, name, why, groups, command, cgroup, placed, .. } = identity.clone();
-        Self {
-            gpu: gpu.uuid.0,
-            is_slice: gpu.kind == GpuKind::Mig,
-            total: gpu.total,
-            who: name,
-            why,
-            pid,
-            uid,
-            groups,
-            command,
-            cgroup: placed.then_some(cgroup.path),
-        }
+    fn new(gpu: &NamedGpu, identity: Identity) -> Self {
+        Self { gpu: gpu.uuid.0, is_slice: gpu.kind == GpuKind::Mig, total: gpu.total, identity }
     }
 
     /// Creates the record file of a lock that is not held yet.
@@ -171,34 +152,15 @@ impl Record {
         Ok((systemd::record::read(file, held.len() as u64)?, held == HELD))
     }
 
-    fn identity(&self) -> Identity {
-        let Self { pid, uid, ref who, ref why, ref groups, ref command, ref cgroup, .. } = *self;
-        let mut identity = Identity {
-            pid,
-            uid,
-            name: who.clone(),
-            why: why.clone(),
-            groups: groups.clone(),
-            command: command.clone(),
-            ..Identity::default()
-        };
-        if let Some(path) = cgroup {
-            // Only callers on the host can acquire a lock, so this caller was on the host.
-            let cgroup = Cgroup { path: path.clone() };
-            peer::place(&mut identity, Place { cgroup: &cgroup, on_host: true, own_ids: true, login: None });
-        }
-        identity
-    }
-
     /// Creates the client that represents the lock, and the parts of its keeper.
-    fn client(self, identity: Identity, files: LockFiles, budget: Arc<Budget>) -> io::Result<(Arrival, Unattached)> {
+    fn client(self, files: LockFiles, budget: Arc<Budget>) -> io::Result<(Arrival, Unattached)> {
         let (client_end, daemon_end) = socket::packet_pair()?;
         let connection = Rc::new(Connection::new(Foreign::connection(daemon_end, 0), version::MAX, budget)?);
         let client_end = descriptors::watch(client_end)?;
         let files = Rc::new(files);
         let arrival = Arrival {
             connection: connection.clone(),
-            identity: Arc::new(identity),
+            identity: Arc::new(self.identity.clone()),
             version: version::MAX,
             gang: 0,
             library: "D-Bus".to_owned(),
@@ -231,10 +193,9 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         }
         let (content, held) = Record::read(&record)?;
         let owner = UnixStream::from_std(socket.into())?;
-        let identity = content.identity();
-        let budget = connections.budgets.of(&identity.tenant);
+        let budget = connections.budgets.of(&content.identity.tenant);
         let place = budget.hold(What::Clients, 1);
-        let (arrival, keeper) = content.client(identity, LockFiles { owner, record }, budget)?;
+        let (arrival, keeper) = content.client(LockFiles { owner, record }, budget)?;
         Ok::<_, io::Error>((arrival, keeper, held, place))
     };
     let (arrival, keeper, held, place) = match taken_over() {
@@ -397,6 +358,8 @@ impl LockKeeper {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::daemon::transport::peer;
+    use crate::identity::{Cgroup, Place};
 
     #[test]
     fn a_locks_record_round_trips() {
@@ -412,14 +375,14 @@ mod tests {
         (identity.name, identity.why, identity.command) = ("me".into(), "to measure".into(), "python x.py".into());
         let cgroup = Cgroup { path: "/system.slice/jupyter.service".into() };
         peer::place(&mut identity, Place { cgroup: &cgroup, on_host: true, own_ids: true, login: None });
-        let file = Record::new(&gpu, &identity).create().expect("a file in memory");
+        let file = Record::new(&gpu, identity.clone()).create().expect("a file in memory");
         let (record, held) = Record::read(&file).expect("a record");
-        assert_eq!((record.identity(), record.gpu, record.is_slice, held), (identity.clone(), [7; 16], true, false));
+        assert_eq!((&record.identity, record.gpu, record.is_slice, held), (&identity, [7; 16], true, false));
         file.write_all_at(&HELD, 0).expect("a file in memory");
         assert!(Record::read(&file).expect("a record").1);
 
         identity.groups = (0..65536).map(|group| u32::MAX - group).collect();
-        let file = Record::new(&gpu, &identity).create().expect("a file in memory");
-        assert_eq!(Record::read(&file).expect("a record").0.identity(), identity);
+        let file = Record::new(&gpu, identity.clone()).create().expect("a file in memory");
+        assert_eq!(Record::read(&file).expect("a record").0.identity, identity);
     }
 }

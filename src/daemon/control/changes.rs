@@ -5,7 +5,6 @@
 //! A change takes effect only after it has been saved, so every setting in effect survives a
 //! restart.
 
-use std::cell::RefCell;
 use std::path::Path;
 use std::time::Duration;
 
@@ -15,9 +14,8 @@ use tracing::{info, warn};
 use zbus::fdo;
 
 use crate::config::names::{anti_thrash_name, policy_name};
-use crate::config::rules::{Added, Addition};
+use crate::config::rules::Added;
 use crate::config::{Config, document, settings};
-use crate::daemon::bus::Change;
 use crate::daemon::state_file::{Content, StateFile};
 use crate::scheduler::{AntiThrash, PolicyName};
 
@@ -25,28 +23,25 @@ const FILE: &str = "settings.toml";
 const HEADER: &str =
     "# Settings changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` discards them.\n";
 
-/// The settings changed at run time, in the form in which they are saved.
+/// The settings changed at run time, in the form in which they are saved. The lock serializes changes: one
+/// change is saved before the next begins.
 #[derive(Debug, Default)]
-pub struct Changes {
-    file: RefCell<StateFile<Changed>>,
-    /// Serializes changes: one change is saved before the next begins.
-    turn: Mutex<()>,
-}
+pub struct Changes(Mutex<StateFile<Changed>>);
 
 /// The content of the file. Keys of later versions are ignored.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-struct Changed {
+pub struct Changed {
     #[serde(default, deserialize_with = "settings::read_time_quantum")]
-    time_quantum: Option<Duration>,
+    pub time_quantum: Option<Duration>,
     #[serde(default, deserialize_with = "settings::read_max_wait")]
-    max_wait: Option<Duration>,
+    pub max_wait: Option<Duration>,
     #[serde(default, deserialize_with = "settings::read_anti_thrash")]
-    anti_thrash: Option<AntiThrash>,
+    pub anti_thrash: Option<AntiThrash>,
     #[serde(default, deserialize_with = "settings::read_policy")]
-    policy: Option<PolicyName>,
+    pub policy: Option<PolicyName>,
     #[serde(default, deserialize_with = "read_rules")]
-    rule: Added,
+    pub rule: Added,
 }
 
 /// Parses the rules. Invalid rules are logged and ignored.
@@ -69,12 +64,51 @@ impl Changes {
             let text = file.content.summary();
             info!(name: "settings-kept", "settings that were changed at run time take precedence over the configuration file: {text}");
         }
-        Self { file: RefCell::new(file), turn: Mutex::default() }
+        Self(Mutex::new(file))
     }
 
+    /// Applies the changes to the configuration at startup.
+    pub fn apply(&mut self, config: &mut Config) {
+        self.0.get_mut().content.apply(config);
+    }
+
+    /// Waits until no other change is in progress. Other changes then wait until the returned value is
+    /// dropped.
+    pub async fn begin(&self) -> Turn<'_> {
+        Turn(self.0.lock().await)
+    }
+}
+
+/// Exclusive permission to change the settings.
+#[derive(Debug)]
+pub struct Turn<'a>(MutexGuard<'a, StateFile<Changed>>);
+
+impl Turn<'_> {
     /// Applies the changes to a configuration that was read from files.
     pub fn apply(&self, config: &mut Config) {
-        let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = self.file.borrow().content;
+        self.0.content.apply(config);
+    }
+
+    /// Changes the settings and saves them, also on disk.
+    ///
+    /// # Errors
+    /// The error of `change`, or `IOError` if the change cannot be saved. In both cases, the change has no
+    /// effect.
+    pub async fn change(&mut self, change: impl FnOnce(&mut Changed) -> fdo::Result<()>) -> fdo::Result<()> {
+        let mut changed = self.0.content.clone();
+        change(&mut changed)?;
+        if let Ok(Err(e)) = self.0.save(&changed).await {
+            warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved in {e}");
+            return Err(fdo::Error::IOError(format!("cannot save the change in {e}. Nothing has changed.")));
+        }
+        self.0.content = changed;
+        Ok(())
+    }
+}
+
+impl Changed {
+    fn apply(&self, config: &mut Config) {
+        let Self { time_quantum, max_wait, anti_thrash, policy, ref rule } = *self;
         config.rules.put_first(rule);
         let settings = &mut config.settings;
         settings.time_quantum = time_quantum.unwrap_or(settings.time_quantum);
@@ -83,67 +117,6 @@ impl Changes {
         settings.policy = policy.unwrap_or(settings.policy);
     }
 
-    /// Waits until no other change is in progress. Other changes then wait until the returned value is
-    /// dropped.
-    pub async fn begin(&self) -> Turn<'_> {
-        Turn { changes: self, _turn: self.turn.lock().await }
-    }
-}
-
-/// Exclusive permission to change the settings.
-#[derive(Debug)]
-pub struct Turn<'a> {
-    changes: &'a Changes,
-    _turn: MutexGuard<'a, ()>,
-}
-
-impl Turn<'_> {
-    /// Adds a change and saves it.
-    ///
-    /// # Errors
-    /// `IOError` if the change cannot be saved. The change then has no effect.
-    pub async fn set(&self, change: Change) -> fdo::Result<()> {
-        let mut changed = self.changes.file.borrow().content.clone();
-        match change {
-            Change::TimeQuantum(quantum) => changed.time_quantum = Some(quantum),
-            Change::MaxWait(most) => changed.max_wait = Some(most),
-            Change::AntiThrash(mode) => changed.anti_thrash = Some(mode),
-            Change::Policy(policy) => changed.policy = Some(policy),
-        }
-        self.save(changed).await
-    }
-
-    /// Sets or removes a rule, and saves this change.
-    ///
-    /// # Errors
-    /// `InvalidArgs` if the rule is invalid or there are too many rules. `IOError` if the change cannot be
-    /// saved. In both cases, the change has no effect.
-    pub async fn set_rule(&self, addition: Addition) -> fdo::Result<()> {
-        let mut changed = self.changes.file.borrow().content.clone();
-        changed.rule.set(addition).map_err(fdo::Error::InvalidArgs)?;
-        self.save(changed).await
-    }
-
-    /// Discards all changes, also on disk.
-    ///
-    /// # Errors
-    /// `IOError` if the file cannot be written. The changes then stay in effect.
-    pub async fn reset(&self) -> fdo::Result<()> {
-        self.save(Changed::default()).await
-    }
-
-    async fn save(&self, changed: Changed) -> fdo::Result<()> {
-        let saving = self.changes.file.borrow().save(&changed);
-        if let Ok(Err(e)) = saving.await {
-            warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved in {e}");
-            return Err(fdo::Error::IOError(format!("cannot save the change in {e}. Nothing has changed.")));
-        }
-        self.changes.file.borrow_mut().content = changed;
-        Ok(())
-    }
-}
-
-impl Changed {
     /// Describes the changes in one line, for the log.
     fn summary(&self) -> String {
         let settings = self.settings().lines().map(str::to_owned).collect::<Vec<_>>();
@@ -175,6 +148,7 @@ impl Content for Changed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::rules::Addition;
     use crate::scheduler::Settings;
 
     #[test]
@@ -202,12 +176,10 @@ mod tests {
     fn unchanged_settings_keep_the_configurations_values() {
         let mut config = Config::default();
         let before = config.clone();
-        Changes::default().apply(&mut config);
+        Changed::default().apply(&mut config);
         assert_eq!(config, before);
         let changed = Changed { time_quantum: Some(Duration::from_secs(7)), ..Changed::default() };
-        let changes = Changes::default();
-        changes.file.borrow_mut().content = changed;
-        changes.apply(&mut config);
+        changed.apply(&mut config);
         let settings = Settings { time_quantum: Duration::from_secs(7), ..before.settings.clone() };
         assert_eq!(config, Config { settings, ..before });
     }

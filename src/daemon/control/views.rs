@@ -8,8 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Notify, oneshot};
-use tokio::task::spawn_local;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::daemon::core::{Core, View};
 
@@ -19,52 +18,41 @@ const PERIOD: Duration = Duration::from_millis(100);
 /// at most `1 / REST` of the loop's time.
 const REST: u32 = 20;
 
-/// The readers that wait for the next view.
-#[derive(Debug, Default, Clone)]
-pub struct Views(Rc<Waiting>);
+/// Requests views, from any thread.
+#[derive(Debug, Clone)]
+pub struct Views(mpsc::UnboundedSender<oneshot::Sender<Arc<View>>>);
 
-#[derive(Debug, Default)]
-struct Waiting {
-    readers: RefCell<Vec<oneshot::Sender<Arc<View>>>>,
-    wake: Notify,
-}
+/// The readers that wait for the next view.
+pub type Readers = mpsc::UnboundedReceiver<oneshot::Sender<Arc<View>>>;
 
 impl Views {
-    /// Starts the task that answers requests, until the scheduling loop ends.
-    pub fn start(&self, core: &Rc<RefCell<Core>>) {
-        let (waiting, core) = (self.0.clone(), core.clone());
-        spawn_local(async move {
-            loop {
-                waiting.wake.notified().await;
-                let readers = waiting.readers.take();
-                if readers.iter().all(oneshot::Sender::is_closed) {
-                    continue;
-                }
-                let begin = Instant::now();
-                let view = Arc::new(View::new(&core.borrow()));
-                // If a reader has stopped waiting, sending it the view fails. That is not an error.
-                readers.into_iter().for_each(|reader| drop(reader.send(view.clone())));
-                drop_elsewhere(view);
-                tokio::time::sleep(PERIOD.max(begin.elapsed() * REST)).await;
-            }
-        });
-    }
-
-    /// Sends the next view to the reader.
-    pub fn answer(&self, reader: oneshot::Sender<Arc<View>>) {
-        self.0.readers.borrow_mut().push(reader);
-        self.0.wake.notify_one();
+    pub fn channel() -> (Self, Readers) {
+        let (readers, waiting) = mpsc::unbounded_channel();
+        (Self(readers), waiting)
     }
 
     /// Waits for the next view. `None` if the scheduling loop ends.
     pub async fn next(&self) -> Option<Arc<View>> {
         let (reader, view) = oneshot::channel();
-        self.answer(reader);
+        self.0.send(reader).ok()?;
         view.await.ok()
     }
 }
 
-/// Frees a view on another thread. Freeing a view takes about as long as creating it.
-fn drop_elsewhere(view: Arc<View>) {
-    tokio::task::spawn_blocking(move || drop(view));
+/// Answers requests for views, until the scheduling loop ends.
+pub async fn answer(core: Rc<RefCell<Core>>, mut waiting: Readers) {
+    let mut readers = Vec::new();
+    while waiting.recv_many(&mut readers, usize::MAX).await > 0 {
+        readers.retain(|reader| !reader.is_closed());
+        if readers.is_empty() {
+            continue;
+        }
+        let begin = Instant::now();
+        let view = Arc::new(View::new(&core.borrow()));
+        // If a reader has stopped waiting, sending it the view fails. That is not an error.
+        readers.drain(..).for_each(|reader| drop(reader.send(view.clone())));
+        // Freeing a view takes about the time of creating it.
+        tokio::task::spawn_blocking(move || drop(view));
+        tokio::time::sleep(PERIOD.max(begin.elapsed() * REST)).await;
+    }
 }

@@ -88,7 +88,7 @@ impl Model {
     /// Removes a client. Its process may still have memory on GPUs for [`EXIT_TIME`].
     pub(super) fn remove_client(&mut self, client: ClientId, now: Time) -> Option<Client> {
         let gone = self.clients.remove(&client)?;
-        self.gangs.leave(client, &gone.identity.tenant);
+        self.gangs.leave(client);
         if let Some(name) = gone.stored_as {
             systemd::forget(&name.to_string());
         }

@@ -4,6 +4,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use zbus::fdo;
 
@@ -20,7 +21,8 @@ const HEAD: usize = 6;
 const MOST_GPUS: usize = 8;
 
 /// The order of a list of programs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// Memory on the GPUs and in host memory, most first.
     #[default]
@@ -32,24 +34,9 @@ pub enum Order {
     Name,
 }
 
-impl Order {
-    /// Parses the name of an order.
-    ///
-    /// # Errors
-    /// Returns a sentence that lists the valid names.
-    pub fn parse(name: &str) -> Result<Self, String> {
-        match name {
-            "memory" => Ok(Self::Memory),
-            "time" => Ok(Self::Time),
-            "wait" => Ok(Self::Wait),
-            "name" => Ok(Self::Name),
-            _ => Err(format!("unknown order {name:?}. The orders are memory, time, wait and name")),
-        }
-    }
-}
-
 /// The programs to describe.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Selection {
     /// Only programs of this GPU, by its UUID.
     pub gpu: Option<String>,
@@ -62,6 +49,13 @@ pub struct Selection {
     pub count: u32,
     /// Only this process, with everything that is known of it.
     pub pid: Option<u32>,
+}
+
+impl Default for Selection {
+    fn default() -> Self {
+        let (gpu, find, order, first, pid) = Default::default();
+        Self { gpu, find, order, first, count: MOST_PROGRAMS, pid }
+    }
 }
 
 /// The caller of a description.

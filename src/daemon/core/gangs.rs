@@ -18,21 +18,20 @@ pub(super) const MAX_NAMES: usize = 64;
 /// wait. A larger job needs no merge if its first communicator has all its processes.
 const MOST_MERGED: usize = 64;
 
-/// The gangs that have clients.
+/// The clients in gangs. A message takes time in proportion to their number, which its tenant's budget pays for.
 #[derive(Debug, Default)]
 pub(super) struct Gangs {
-    /// The clients that gave each name. They are in the same gang, unless it would be too large to merge.
-    named: BTreeMap<(Tenant, u64), BTreeSet<ClientId>>,
-    /// The members of each gang, by the scheduler's number of the gang.
-    gangs: BTreeMap<u64, BTreeSet<ClientId>>,
     clients: BTreeMap<ClientId, Member>,
     last: u64,
 }
 
 #[derive(Debug)]
 struct Member {
+    /// The scheduler's number of the gang.
     gang: u64,
-    names: BTreeSet<u64>,
+    /// The names that the client gave. Clients that gave the same name are in the same gang, unless it would be too
+    /// large to merge.
+    names: BTreeSet<(Tenant, u64)>,
 }
 
 impl Gangs {
@@ -45,65 +44,41 @@ impl Gangs {
     /// both the name and the tenant are equal. Returns the clients whose gang has changed, except clients that
     /// were in no gang before.
     pub fn join(&mut self, client: ClientId, identity: &Identity, name: u64) -> BTreeSet<ClientId> {
-        let names = self.clients.get(&client).map_or(0, |member| member.names.len());
-        if name == 0 || names >= MAX_NAMES {
+        let own = self.clients.get(&client);
+        if name == 0 || own.is_some_and(|member| member.names.len() >= MAX_NAMES) {
             return BTreeSet::new();
         }
-        if !identity.placed {
-            // Alone: without a control group, the tenant is uncertain.
-            self.clients.entry(client).or_insert_with(|| {
-                self.last += 1;
-                Member { gang: self.last, names: BTreeSet::new() }
-            });
-            return BTreeSet::new();
-        }
-        let same = self.named.entry((identity.tenant.clone(), name)).or_default();
-        let others = same.first().and_then(|other| self.clients.get(other)).map(|other| other.gang);
-        same.insert(client);
-        let gang = others.unwrap_or_else(|| match self.clients.get(&client) {
-            Some(member) => member.gang,
-            None => {
-                self.last += 1;
-                self.last
-            }
-        });
-        let member = self.clients.entry(client).or_insert(Member { gang, names: BTreeSet::new() });
-        member.names.insert(name);
-        let own = member.gang;
-        self.gangs.entry(own).or_default().insert(client);
-        self.merge(own, gang)
+        // Without a control group, the tenant is uncertain, so the client stays alone.
+        let name = identity.placed.then(|| (identity.tenant.clone(), name));
+        let has_name = |member: &&Member| name.as_ref().is_some_and(|name| member.names.contains(name));
+        let others = self.clients.values().find(has_name).map(|member| member.gang);
+        let gang = own.map(|member| member.gang).or(others).unwrap_or(self.last + 1);
+        self.last = self.last.max(gang);
+        self.clients.entry(client).or_insert(Member { gang, names: BTreeSet::new() }).names.extend(name);
+        self.merge(gang, others.unwrap_or(gang))
     }
 
     /// Makes one gang of two. Returns the members of the smaller one, whose gang has changed.
     fn merge(&mut self, one: u64, other: u64) -> BTreeSet<ClientId> {
-        let size = |gang: u64| self.gangs.get(&gang).map_or(0, BTreeSet::len);
-        let (smaller, larger) = if size(one) < size(other) { (one, other) } else { (other, one) };
-        if smaller == larger || size(one) + size(other) > MOST_MERGED {
+        let members = |gang: u64| -> BTreeSet<ClientId> {
+            self.clients.iter().filter(|(_, member)| member.gang == gang).map(|(client, _)| *client).collect()
+        };
+        if one == other {
             return BTreeSet::new();
         }
-        let moved = self.gangs.remove(&smaller).unwrap_or_default();
+        let (of_one, of_other) = (members(one), members(other));
+        if of_one.len() + of_other.len() > MOST_MERGED {
+            return BTreeSet::new();
+        }
+        let (moved, larger) = if of_one.len() < of_other.len() { (of_one, other) } else { (of_other, one) };
         for client in &moved {
             self.clients.entry(*client).and_modify(|member| member.gang = larger);
         }
-        self.gangs.entry(larger).or_default().extend(&moved);
         moved
     }
 
-    pub fn leave(&mut self, client: ClientId, tenant: &Tenant) {
-        let Some(Member { gang, names }) = self.clients.remove(&client) else { return };
-        let remove = |clients: &mut BTreeSet<ClientId>| {
-            clients.remove(&client);
-            clients.is_empty()
-        };
-        for name in names {
-            let key = (tenant.clone(), name);
-            if self.named.get_mut(&key).is_some_and(remove) {
-                self.named.remove(&key);
-            }
-        }
-        if self.gangs.get_mut(&gang).is_some_and(remove) {
-            self.gangs.remove(&gang);
-        }
+    pub fn leave(&mut self, client: ClientId) {
+        self.clients.remove(&client);
     }
 }
 
@@ -151,9 +126,9 @@ mod tests {
         gangs.join(ClientId(most + 2), &user, 20);
         assert_eq!(gangs.of(ClientId(most + 2)), gang);
         for client in 1..=most + 2 {
-            gangs.leave(ClientId(client), &user.tenant);
+            gangs.leave(ClientId(client));
         }
-        assert!(gangs.named.is_empty() && gangs.gangs.is_empty() && gangs.clients.is_empty());
+        assert!(gangs.clients.is_empty());
     }
 
     #[test]
@@ -163,11 +138,11 @@ mod tests {
             gangs.join(ClientId(client), &user, name);
         }
         let gang = gangs.of(ClientId(1));
-        gangs.leave(ClientId(2), &user.tenant);
+        gangs.leave(ClientId(2));
         assert_eq!([1, 2, 3].map(|client| gangs.of(ClientId(client))), [gang, 0, gang]);
-        gangs.leave(ClientId(1), &user.tenant);
-        gangs.leave(ClientId(3), &user.tenant);
-        assert!(gangs.named.is_empty() && gangs.gangs.is_empty() && gangs.clients.is_empty());
+        gangs.leave(ClientId(1));
+        gangs.leave(ClientId(3));
+        assert!(gangs.clients.is_empty());
         gangs.join(ClientId(4), &user, 10);
         assert_ne!(gangs.of(ClientId(4)), gang);
     }

@@ -36,7 +36,7 @@ pub(super) struct Found {
 
 impl Model {
     /// The GPUs that programs can use.
-    pub(super) fn present_gpus(&self) -> Present {
+    pub fn present_gpus(&self) -> Present {
         self.known_gpus().filter(|(_, gpu)| !gpu.gone).map(|(id, gpu)| gpu.label(*id)).collect()
     }
 

@@ -4,7 +4,7 @@
 //! The daemon holds a pidfd of the process. So the process's PID belongs to no other process, and
 //! identifies the process when it connects again.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::time::Duration;
@@ -56,39 +56,30 @@ pub struct Candidate {
     was_paused: bool,
 }
 
-/// Whether a program sleeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sleeps {
-    Yes,
-    NotYet,
-    /// The program cannot sleep now, for this reason.
-    No(&'static str),
-}
-
 /// The programs that are being hibernated.
 #[derive(Debug, Default)]
 pub struct Departures(BTreeMap<ClientId, Departure>);
 
 impl Departures {
-    /// Puts a program to sleep, so that it can be hibernated. `users`: the users whose programs the caller may
-    /// control.
+    /// Puts a program to sleep, so that it can be hibernated.
     ///
     /// # Errors
-    /// No program has this process ID, or the program cannot be hibernated.
+    /// The program has ended, or cannot be hibernated.
     pub fn propose(
         &mut self,
         model: &Model,
         events: &mut Vec<Event>,
+        client: ClientId,
         pid: u32,
-        users: &BTreeSet<u32>,
     ) -> fdo::Result<Candidate> {
-        let clients = model.program_of(pid, users)?;
         let cannot = |why: &str| Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: {why}")));
-        let [client] = clients[..] else { return cannot("it has loaded the library several times") };
+        let Some(entry) = model.clients.get(&client) else { return cannot("it has ended") };
+        if model.program(pid)?.len() > 1 {
+            return cannot("it has loaded the library several times");
+        }
         if let Some(why) = self.obstacle(client) {
             return cannot(why);
         }
-        let Some(entry) = model.clients.get(&client) else { return cannot("it has ended") };
         let process = entry.process.as_ref().and_then(|process| process.get_ref().try_clone().ok());
         let Some(process) = process else { return cannot("the scheduler cannot see its process") };
         if entry.gpus.is_empty() {
@@ -194,6 +185,18 @@ impl Departures {
 }
 
 impl Model {
+    /// The process ID of each program, as far as it is known.
+    pub fn program_pids(&self) -> BTreeMap<ClientId, u32> {
+        let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
+        let pids = programs.filter_map(|(id, entry)| Some((*id, u32::try_from(entry.identity.pid).ok()?)));
+        pids.filter(|(_, pid)| *pid > 0).collect()
+    }
+
+    /// The user accountable for a client.
+    pub fn user_of(&self, client: ClientId) -> Option<u32> {
+        Some(self.identity(client)?.accountable())
+    }
+
     /// The kind of each of these GPUs, as far as they are known.
     pub fn kinds_of(&self, gpus: &GpuSet) -> Vec<String> {
         gpus.iter().filter_map(|gpu| Some(self.gpus.get(gpu)?.name.clone())).collect()
@@ -210,17 +213,20 @@ impl Model {
     }
 
     /// Whether a paused program sleeps.
-    pub fn sleeps(&self, client: ClientId) -> Sleeps {
+    ///
+    /// # Errors
+    /// The program cannot sleep now, for this reason.
+    pub fn sleeps(&self, client: ClientId) -> Result<bool, &'static str> {
         if !self.clients.contains_key(&client) {
-            return Sleeps::No("it has ended");
+            return Err("it has ended");
         }
         let sleep = self.machine.sleep_of(client);
         match (sleep.phase, sleep.obstacle) {
-            (SleepPhase::Asleep, _) => Sleeps::Yes,
-            _ if !sleep.paused => Sleeps::No("it was resumed"),
-            (SleepPhase::Awake, Some(why)) => Sleeps::No(bus::sleep_obstacle_name(why)),
-            (SleepPhase::Lost, _) => Sleeps::No("the driver cannot restore it"),
-            _ => Sleeps::NotYet,
+            (SleepPhase::Asleep, _) => Ok(true),
+            _ if !sleep.paused => Err("it was resumed"),
+            (SleepPhase::Awake, Some(why)) => Err(bus::sleep_obstacle_name(why)),
+            (SleepPhase::Lost, _) => Err("the driver cannot restore it"),
+            _ => Ok(false),
         }
     }
 }

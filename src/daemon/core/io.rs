@@ -7,9 +7,9 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 
 use super::gpus::Present;
-use super::model::Model;
+use super::model::{ClientPids, GpuStates, Holders, Model};
 use crate::daemon::gpu::nvml::Query;
-use crate::scheduler::{Event, Settings, Time};
+use crate::scheduler::{Settings, Time};
 use crate::sys::clock::{self, Timer};
 
 /// Clients count as idle if no client has sent a message for this long. While they are idle, memory is
@@ -23,21 +23,36 @@ const MIN_TICK: Duration = Duration::from_micros(100);
 pub struct Signals {
     /// A client's process is stopped. The job then checks the process until it continues.
     pub stopped: Notify,
-    /// Clients connected or left, or a lock changed hands. Updates systemd's status line.
-    pub turns: Notify,
-    /// Clients connected or left, or a lock changed hands. Updates the D-Bus property `Holders`.
-    pub holders: Notify,
-    /// The scheduler has handled an event. Triggers the signal `GpuChanged`.
-    pub state: Notify,
-    /// Clients connected or left. Triggers the signals on D-Bus.
-    pub arrivals: Notify,
+    /// Changes with each event that the scheduler has handled.
+    pub events: watch::Sender<()>,
     /// A new GPU was found. Limits on that GPU must be sent to the clients.
     pub limits: Notify,
     /// A client sent a message after at least [`SAMPLE_QUIET`] without messages.
     pub activity: Notify,
     pub last_activity: Cell<Time>,
-    /// Number of clients.
-    pub clients: Cell<usize>,
+}
+
+/// The values that other threads follow.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    pub settings: Settings,
+    /// Sentences about why the scheduler does not work as configured.
+    pub problems: Vec<String>,
+    pub holders: Holders,
+    pub clients: ClientPids,
+    pub states: GpuStates,
+    /// The GPUs that programs can use.
+    pub gpus: Present,
+    /// True if any program has a GPU attached.
+    pub attached: bool,
+}
+
+impl Published {
+    /// The values before the first event.
+    pub fn new(settings: Settings) -> Self {
+        let (problems, holders, clients, states, gpus, attached) = Default::default();
+        Self { settings, problems, holders, clients, states, gpus, attached }
+    }
 }
 
 /// Why the scheduler does not work as configured.
@@ -61,11 +76,8 @@ pub struct Io {
     ticked: Time,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
     pub signals: Rc<Signals>,
-    pub(super) settings: watch::Sender<Settings>,
     pub(super) problems: Problems,
-    published_problems: watch::Sender<Vec<String>>,
-    present: watch::Sender<Present>,
-    attached: watch::Sender<bool>,
+    pub published: watch::Sender<Published>,
 }
 
 impl Io {
@@ -80,11 +92,8 @@ impl Io {
             ticked: Time::ZERO,
             nvml: None,
             signals: Rc::default(),
-            settings: watch::Sender::new(settings),
             problems: Problems::default(),
-            published_problems: watch::Sender::default(),
-            present: watch::Sender::default(),
-            attached: watch::Sender::default(),
+            published: watch::Sender::new(Published::new(settings)),
         })
     }
 
@@ -118,34 +127,13 @@ impl Io {
         }
     }
 
-    /// Wakes the jobs and followers that an event concerns.
-    pub(super) fn note_event(&self, model: &Model, event: &Event) {
-        use Event::{Connected, Detached, Disconnected, Held, Released, Requested};
-        match event {
-            Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } => {
-                self.signals.turns.notify_one();
-                self.signals.holders.notify_one();
-            }
-            Detached { .. } => self.publish_attached(model),
-            _ => {}
-        }
-    }
-
-    /// Handles a client that has connected or left.
-    pub(super) fn clients_changed(&self, model: &Model) {
-        self.signals.clients.set(model.clients.len());
-        self.signals.arrivals.notify_one();
-        self.mark_active();
-    }
-
-    /// Publishes the GPUs that programs can use. Called after a change of the model's GPUs.
-    pub(super) fn publish_gpus(&self, model: &Model) {
-        send_if_new(&self.present, model.present_gpus());
-    }
-
-    /// Publishes whether any program has a GPU attached.
-    pub(super) fn publish_attached(&self, model: &Model) {
-        send_if_new(&self.attached, model.has_attachments());
+    /// Publishes values if they differ from the present ones.
+    pub fn publish(&self, change: impl FnOnce(&mut Published)) {
+        self.published.send_if_modified(|published| {
+            let before = published.clone();
+            change(published);
+            *published != before
+        });
     }
 
     /// Publishes the problems after a change.
@@ -154,36 +142,6 @@ impl Io {
         let configuration = configuration.as_ref();
         let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));
         let all = [configuration, metrics.clone(), usage.clone(), model.driver_problem()];
-        if send_if_new(&self.published_problems, all.into_iter().flatten().collect()) {
-            self.signals.turns.notify_one(); // updates the status line
-        }
+        self.publish(|published| published.problems = all.into_iter().flatten().collect());
     }
-
-    /// A receiver of the settings in effect.
-    pub fn follow_settings(&self) -> watch::Receiver<Settings> {
-        self.settings.subscribe()
-    }
-
-    pub fn follow_gpus(&self) -> watch::Receiver<Present> {
-        self.present.subscribe()
-    }
-
-    /// A receiver whose value is true while any program has a GPU attached.
-    pub fn follow_attached(&self) -> watch::Receiver<bool> {
-        self.attached.subscribe()
-    }
-
-    /// Sentences about why the scheduler does not work as configured.
-    pub fn problems(&self) -> watch::Receiver<Vec<String>> {
-        self.published_problems.subscribe()
-    }
-}
-
-/// Publishes a value if it differs from the present one.
-pub fn send_if_new<T: PartialEq>(published: &watch::Sender<T>, now: T) -> bool {
-    published.send_if_modified(|before| {
-        let is_new = *before != now;
-        *before = now;
-        is_new
-    })
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use tracing::{info, warn};
+use tracing::info;
 
 use super::model::{Client, Model};
 use crate::config::rules::GpuHours;
@@ -12,9 +12,9 @@ use crate::daemon::logging::log_rate_limit::LogRateLimit;
 use crate::identity::{Identity, Pod, printable};
 use crate::scheduler::{ClientId, Event, GpuId, Time};
 
-/// Logs a line about a client and a GPU, with the fields common to all such lines.
+/// Logs a line about a client, with the fields common to all such lines.
 macro_rules! log_client {
-    ($level:ident, name: $event:literal, $client:expr, $identity:expr, gpu = $gpu:expr, $($rest:tt)+) => {{
+    ($level:ident, name: $event:literal, $client:expr, $identity:expr, $($rest:tt)+) => {{
         let identity: &$crate::identity::Identity = $identity;
         tracing::$level!(
             name: $event,
@@ -22,20 +22,11 @@ macro_rules! log_client {
             pid = identity.pid,
             uid = identity.uid,
             unit = identity.unit.as_str(),
-            gpu = $gpu,
             $($rest)+
         );
     }};
 }
 pub(super) use log_client;
-
-/// Logs a line about a client, with its tenant.
-macro_rules! log_tenant {
-    ($level:ident, name: $event:literal, $client:expr, $identity:expr, $($rest:tt)+) => {{
-        let Identity { pid, uid, unit, tenant, .. } = $identity;
-        $level!(name: $event, client = $client.0, pid, uid, unit, %tenant, $($rest)+);
-    }};
-}
 
 /// Minimum time between two equal lines about the same client and GPU.
 const REPEAT: Duration = Duration::from_secs(10);
@@ -137,13 +128,13 @@ impl Log {
         if !self.allows("connected", identity) {
             return;
         }
-        let (shown, name, of) = (printable(library), &identity.name, of_pod(identity));
+        let (shown, name, of, tenant) = (printable(library), &identity.name, of_pod(identity), &identity.tenant);
         if is_resumed {
-            log_tenant!(info, name: "client-resumed", client, identity, library = shown, "{name}{of} continues");
+            log_client!(info, name: "client-resumed", client, identity, %tenant, library = shown, "{name}{of} continues");
         } else if asks_for_a_command(library) {
-            log_tenant!(info, name: "gpus-asked", client, identity, "{name}{of} asks which GPUs a command may use");
+            log_client!(info, name: "gpus-asked", client, identity, %tenant, "{name}{of} asks which GPUs a command may use");
         } else {
-            log_tenant!(info, name: "client-connected", client, identity, library = shown, "{name}{of} connected");
+            log_client!(info, name: "client-connected", client, identity, %tenant, library = shown, "{name}{of} connected");
         }
     }
 
@@ -152,17 +143,17 @@ impl Log {
         let identity = &*gone.identity;
         let only_asked = asks_for_a_command(&gone.library) && gone.gpus.is_empty();
         if !only_asked && self.allows("gone", identity) {
-            let (name, of) = (&identity.name, of_pod(identity));
-            log_tenant!(info, name: "client-gone", client, identity, "{name}{of} {why}");
+            let (name, of, tenant) = (&identity.name, of_pod(identity), &identity.tenant);
+            log_client!(info, name: "client-gone", client, identity, %tenant, "{name}{of} {why}");
         }
     }
 
     /// Logs that a client requests more than its tenant's budget allows.
     pub(super) fn log_over_budget(&mut self, client: ClientId, identity: &Identity, what: &str) {
         if self.allows("over-budget", identity) {
-            let Identity { name, tenant: refused, .. } = identity;
-            log_tenant!(warn, name: "over-budget", client, identity, "{name} {what}. Further imports by {refused} are \
-                refused");
+            let Identity { name, tenant, .. } = identity;
+            log_client!(warn, name: "over-budget", client, identity, %tenant, "{name} {what}. Further imports by {tenant} \
+                are refused");
         }
     }
 

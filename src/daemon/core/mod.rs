@@ -9,7 +9,7 @@
 //!   rules have `gpu-hours`. `settings`: the configuration's settings, adapted to the driver.
 //! - `io`: the timer, and the signals and values for other tasks.
 //! - `observe`: reads the model, and changes no other component. `log`, `event_log` and `refusals`: log lines;
-//!   `counts`: counters; `metrics`: the figures derived from the counters; `usage`: usage of tenants, units
+//!   `counts`: counters; `usage`: usage of tenants, units
 //!   and containers, for the records on disk; `pressure`: the share of time for which clients are stalled
 //!   on GPUs; `unproven`: programs that were refused for lack of a GPU's device file; `recording`: the host
 //!   and the processes, as recordings and bundles describe them.
@@ -47,7 +47,6 @@ mod io;
 mod lock_files;
 mod log;
 mod measure;
-mod metrics;
 mod model;
 mod moves;
 mod observe;
@@ -74,12 +73,13 @@ mod view;
 mod views;
 
 pub use clients::MAX_DEVICES;
-pub use gpus::Present;
-pub use hibernation::{ABSENCE, Candidate, Departure, Sleeps};
-pub use io::{SAMPLE_QUIET, Signals, send_if_new};
+pub use counts::{Counted, Waits, Workload, container_name};
+pub use hibernation::{ABSENCE, Candidate, Departure};
+pub use io::{Published, SAMPLE_QUIET};
 pub use measure::EXIT_TIME;
-pub use model::{Arrival, ClientPids, GpuStates, Holders, LockFiles, Model, NamedGpu};
+pub use model::{Arrival, Holders, LockFiles, NamedGpu};
 pub use placement::may_lock;
+pub use pressure::GroupStall;
 pub use rooms::{PendingRoom, RoomRequest, check as check_room};
 pub use routing::Core;
 pub use sleep::{Checkpoint, CheckpointRequest};

@@ -143,7 +143,7 @@ pub(super) enum Listing {
 
 /// The records about a client on one GPU that users see.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Use {
+pub struct Use {
     /// Time at which the client last stopped holding or waiting for the lock.
     pub idle_since: Time,
     /// Bytes that the client has in a swap file.
@@ -476,7 +476,7 @@ impl Model {
     }
 
     /// True if any program has a GPU attached. D-Bus locks do not count.
-    pub(super) fn has_attachments(&self) -> bool {
+    pub fn has_attachments(&self) -> bool {
         self.clients.values().any(|entry| entry.lock.is_none() && !entry.gpus.is_empty())
     }
 
@@ -578,6 +578,10 @@ impl Model {
             Event::Stopped { client: *client, stopped: false }
         };
         (running.into_iter().map(event).collect(), !stopped.is_empty())
+    }
+
+    pub fn has_clients(&self) -> bool {
+        !self.clients.is_empty()
     }
 
     pub(super) fn all_clients(&self) -> Vec<ClientId> {

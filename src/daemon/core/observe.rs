@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use super::counts::Counts;
+use super::counts::{Counts, Workload};
 use super::log::Log;
 use super::model::Model;
 use super::pressure::Pressure;
@@ -14,7 +14,6 @@ use super::recording;
 use super::unproven::UnprovenPrograms;
 use super::usage::Usage;
 use crate::daemon::gpu::nvml::DriverVersions;
-use crate::daemon::metrics::snapshot::Workload;
 use crate::daemon::transport::session::ClientAction;
 use crate::identity::Identity;
 use crate::recorder::Recorder;
@@ -69,13 +68,6 @@ impl Observe {
         self.log.log_event(model, event);
         self.log.forget(event);
         self.counts.count_event(model, event, now);
-        match event {
-            Event::Detached { client, gpu } => self.usage.note_end(*client, *gpu, now),
-            Event::Disconnected { client } => {
-                self.counts.gpus_of(*client).into_iter().for_each(|gpu| self.usage.note_end(*client, gpu, now));
-            }
-            _ => {}
-        }
     }
 
     /// Logs and counts a command of the scheduler.
@@ -87,14 +79,14 @@ impl Observe {
     /// Records the usage of all clients up to now. Returns each client's time with the lock, in seconds.
     pub fn record_usage(&mut self, model: &Model, now: Time) -> Vec<(ClientId, f64)> {
         let all: Vec<(ClientId, GpuId)> = self.counts.clients().map(|(client, gpu, _)| (client, gpu)).collect();
-        let record = |of: (ClientId, GpuId)| (of.0, self.usage.record(model, &self.counts, of, of.1, now));
+        let record = |of: (ClientId, GpuId)| (of.0, self.usage.record(model, &mut self.counts, of, of.1, now));
         all.into_iter().map(record).collect()
     }
 
     /// Like [`Self::record_usage`], for one client.
     pub fn record_usage_of(&mut self, model: &Model, client: ClientId, now: Time) -> Vec<(ClientId, f64)> {
         let gpus = self.counts.gpus_of(client);
-        let record = |gpu| (client, self.usage.record(model, &self.counts, (client, gpu), gpu, now));
+        let record = |gpu| (client, self.usage.record(model, &mut self.counts, (client, gpu), gpu, now));
         gpus.into_iter().map(record).collect()
     }
 
@@ -105,7 +97,6 @@ impl Observe {
         }
         self.ended.push_back((client, identity.clone()));
         self.counts.end(client, &Workload::of(identity), now);
-        self.usage.end(client);
         let living =
             || model.clients.values().map(|other| Workload::of(&other.identity)).collect::<BTreeSet<Workload>>();
         self.counts.forget_ended(now, living);
@@ -114,16 +105,14 @@ impl Observe {
     /// Handles a client's move between GPUs. Returns the client's time with the lock on the old GPU, in
     /// seconds.
     pub fn note_move(&mut self, model: &Model, client: ClientId, from: GpuId, to: GpuId, now: Time) -> f64 {
-        let lock_seconds = self.usage.record(model, &self.counts, (client, from), to, now);
+        let lock_seconds = self.usage.record(model, &mut self.counts, (client, from), to, now);
         let turns = model.machine.turns(client, to, now).unwrap_or_default();
-        self.counts.moved(client, from, to, &turns);
-        self.usage.note_end(client, from, now);
+        self.counts.moved(client, from, to, &turns, now);
         lock_seconds
     }
 
     /// Forgets a GPU.
     pub fn forget(&mut self, gpu: GpuId) {
         self.counts.forget(gpu);
-        self.usage.forget(gpu);
     }
 }

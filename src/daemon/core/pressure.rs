@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use super::model::Model;
 use crate::bus;
-use crate::daemon::metrics::snapshot::OfGroup;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::{Activity, ClientId, Command, Event, GpuId, Time};
 use crate::sys::clock;
@@ -27,10 +26,10 @@ const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// The time for which a condition has held: its total, and recent averages.
 #[derive(Debug, Clone, Copy, Default)]
-struct Stall {
+pub struct Stall {
     is_so: bool,
     at: Time,
-    total: Duration,
+    pub total: Duration,
     /// Exponentially weighted share of time, for each window. The condition is constant between two events,
     /// so the averages are exact. A period `t` in which the condition holds has the weight `1 - exp(-t /
     /// window)`.
@@ -101,12 +100,12 @@ impl Group {
 }
 
 /// The times for which a group's clients were stalled.
-#[derive(Debug)]
-pub(super) struct GroupStall {
-    kind: &'static str,
-    name: String,
-    some: Stall,
-    full: Stall,
+#[derive(Debug, Clone)]
+pub struct GroupStall {
+    pub kind: &'static str,
+    pub name: String,
+    pub some: Stall,
+    pub full: Stall,
 }
 
 #[derive(Debug)]
@@ -222,17 +221,6 @@ pub(super) fn present(stalls: &[GroupStall]) -> Vec<bus::Pressure> {
         }
     };
     stalls.iter().map(view).collect()
-}
-
-/// The totals, for metrics.
-pub(super) fn totals(stalls: &[GroupStall]) -> Vec<OfGroup> {
-    let total = |stall: &GroupStall| OfGroup {
-        kind: stall.kind,
-        name: stall.name.clone(),
-        some: stall.some.total,
-        full: stall.full.total,
-    };
-    stalls.iter().map(total).collect()
 }
 
 #[cfg(test)]

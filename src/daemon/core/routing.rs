@@ -78,7 +78,6 @@ impl Core {
         while let Some(event) = events.pop_front() {
             self.observe.note_event(&self.model, &event, now);
             self.model.note_event(&event, now);
-            self.io.note_event(&self.model, &event);
             let reporter = reporter(&event);
             let concerned = pressure::client_of(&event);
             self.observe.recorder.begin(&self.model.machine, now, &event);
@@ -93,7 +92,7 @@ impl Core {
             self.observe.counts.count_held(&self.model, now);
         }
         self.model.forgotten().into_iter().for_each(|gpu| self.forget_gpu(gpu));
-        self.io.signals.state.notify_one();
+        self.io.signals.events.send_replace(());
         self.io.arm(self.model.machine.deadline());
     }
 
@@ -107,7 +106,6 @@ impl Core {
         let Self { model, io, observe, host, .. } = self;
         observe.note_command(model, command, now);
         match command {
-            Command::Grant { .. } => io.signals.holders.notify_one(),
             Command::Probe { client } => {
                 let probed = model.probe(*client);
                 match probed {
@@ -161,7 +159,7 @@ impl Core {
 
     /// Records the present bounds on a client's mapped memory, and its usage.
     fn note_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
-        self.observe.usage.note_bytes(&self.model, client, gpu, now);
+        self.observe.counts.note_bytes(&self.model, client, gpu, now);
         self.model.note_extent(client, gpu, now);
     }
 
@@ -189,7 +187,7 @@ impl Core {
         self.observe.log.log_arrival(client, &arrival.identity, &arrival.library, is_resumed);
         self.observe.recorder.name(|| recording::process(client, &arrival.identity, is_resumed));
         let connected = self.model.add_client(client, arrival, stored_as);
-        self.io.clients_changed(&self.model);
+        self.io.mark_active();
         if !is_resumed {
             self.model.send(client, SchedulerMessage::Welcome { version, client: client.0 });
         }
@@ -215,8 +213,7 @@ impl Core {
         self.model.count_hours(used);
         let Some(gone) = self.model.remove_client(client, now) else { return };
         self.observe.log.log_departure(client, &gone, why);
-        self.io.publish_attached(&self.model);
-        self.io.clients_changed(&self.model);
+        self.io.mark_active();
         self.host.forget_client(client, &gone.identity.tenant);
         let restored = self.host.foreign.leave(&self.model, client);
         // Must precede `Event::Disconnected`, which frees the client's memory. Memory that other clients have
@@ -338,7 +335,6 @@ impl Core {
         }
         self.observe.unproven.remove(&self.model, client, gpu);
         self.model.attach(client, gpu, reason, now);
-        self.io.publish_attached(&self.model);
         self.io.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?event, "attached");
         self.apply(event);
@@ -459,7 +455,6 @@ impl Core {
         }
         let changes = other_hosts::listed(&mut self.model, is_complete);
         self.apply_all(changes);
-        self.io.publish_gpus(&self.model);
     }
 
     fn gpu_found(&mut self, found: GpuDescription) {
@@ -507,7 +502,6 @@ impl Core {
         self.apply_all(self.host.moves.drain_again(&self.model, gpu));
         self.model.announce_rules([client]);
         self.io.signals.limits.notify_one();
-        self.io.publish_gpus(&self.model);
         // The GPU may be a newly created MIG slice.
         self.io.query_nvml(Query::Scan);
         Ok(())
@@ -528,7 +522,6 @@ impl Core {
         self.model.gpus.remove(&gpu);
         self.containers.lock_files.remove(gpu);
         self.observe.forget(gpu);
-        self.io.publish_gpus(&self.model);
     }
 
     /// Handles a measurement of the memory in use on a GPU, by NVML or by a client.
@@ -610,10 +603,11 @@ impl Core {
     /// Puts the configuration's settings into effect. `log`: logs a change of the settings.
     fn set_settings(&mut self, log: impl FnOnce(&Settings, &Settings)) {
         let settings = settings::in_effect(&self.model.config, self.model.driver.driver.as_deref());
-        if *self.io.settings.borrow() != settings {
-            log(&self.io.settings.borrow(), &settings);
+        let before = self.io.published.borrow().settings.clone();
+        if before != settings {
+            log(&before, &settings);
             self.apply(Event::Configure(settings.clone()));
-            self.io.settings.send_replace(settings);
+            self.io.publish(|published| published.settings = settings);
         }
     }
 

@@ -27,11 +27,14 @@ const MAX_PENDING: usize = 32;
 /// not reconnected within this time, an importer adopts the memory.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// The first and the last range of an exporter.
+const ANY_RANGE: (u32, u32) = (0, u32::MAX);
+
 /// A range of an exporter's memory: the exporter's secret, and its number for the range.
 type Range = (Secret, u32);
 
 /// Records exports, requests and imports. The time for a change is logarithmic in the number of
-/// entries, and linear in the number of ranges that the client itself has open.
+/// entries, and linear in the number of ranges that the client itself has open (`What::Imports`).
 #[derive(Debug, Default)]
 pub struct SharedMemoryRegistry {
     exporters: Exporters,
@@ -43,67 +46,65 @@ pub struct SharedMemoryRegistry {
 #[derive(Debug, Default)]
 struct Exporters {
     secrets: BTreeMap<ClientId, Secret>,
-    clients: BTreeMap<Secret, BTreeSet<ClientId>>,
+    clients: BTreeSet<(Secret, ClientId)>,
 }
 
 impl Exporters {
     fn insert(&mut self, client: ClientId, key: Secret) {
         self.remove(client);
         self.secrets.insert(client, key);
-        self.clients.entry(key).or_default().insert(client);
+        self.clients.insert((key, client));
     }
 
     /// Removes a client. Returns its secret.
     fn remove(&mut self, client: ClientId) -> Option<Secret> {
         let key = self.secrets.remove(&client)?;
-        if let Some(clients) = self.clients.get_mut(&key) {
-            clients.remove(&client);
-            if clients.is_empty() {
-                self.clients.remove(&key);
-            }
-        }
+        self.clients.remove(&(key, client));
         Some(key)
+    }
+
+    /// The clients that export memory under a secret.
+    fn of(&self, key: Secret) -> impl DoubleEndedIterator<Item = ClientId> {
+        self.clients.range((key, ClientId(0))..=(key, ClientId(u64::MAX))).map(|(_, client)| *client)
     }
 }
 
 /// Requests that exporters have not answered.
 #[derive(Debug, Default)]
 struct Requests {
-    /// Requests by the number sent to the exporter.
-    all: BTreeMap<u64, OpenRequest>,
-    of_exporter: BTreeMap<ClientId, BTreeSet<u64>>,
+    /// Requests by the exporter, and the number sent to it.
+    all: BTreeMap<(ClientId, u64), OpenRequest>,
     /// The newest request of each importer. The importer awaits only this answer.
-    of_importer: BTreeMap<ClientId, u64>,
+    of_importer: BTreeMap<ClientId, (ClientId, u64)>,
     last: u64,
 }
 
 impl Requests {
-    fn insert(&mut self, importer: ClientId, request: OpenRequest) -> u64 {
+    fn insert(&mut self, importer: ClientId, exporter: ClientId, request: OpenRequest) -> u64 {
         self.last += 1;
-        self.of_exporter.entry(request.exporter).or_default().insert(self.last);
-        self.of_importer.insert(importer, self.last);
-        self.all.insert(self.last, request);
+        self.of_importer.insert(importer, (exporter, self.last));
+        self.all.insert((exporter, self.last), request);
         self.last
     }
 
-    fn remove(&mut self, number: u64) -> Option<OpenRequest> {
-        let request = self.all.remove(&number)?;
-        if let Some(numbers) = self.of_exporter.get_mut(&request.exporter) {
-            numbers.remove(&number);
-            if numbers.is_empty() {
-                self.of_exporter.remove(&request.exporter);
-            }
-        }
+    fn remove(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
+        let request = self.all.remove(&(exporter, number))?;
         if let Some((importer, _)) = request.importer {
             self.of_importer.remove(&importer);
         }
         Some(request)
     }
 
+    /// The requests to an exporter, by their numbers.
+    fn of_exporter(&self, exporter: ClientId) -> impl Iterator<Item = (u64, &OpenRequest)> {
+        let all = self.all.range((exporter, 0)..=(exporter, u64::MAX));
+        all.map(|((_, number), request)| (*number, request))
+    }
+
     /// Marks an importer's request as abandoned if the request satisfies `is_meant`.
     fn give_up(&mut self, importer: ClientId, is_meant: impl Fn(&OpenRequest) -> bool) {
-        let Some(number) = self.of_importer.get(&importer) else { return };
-        if let Some(request) = self.all.get_mut(number).filter(|request| is_meant(request)) {
+        let Some(key) = self.of_importer.get(&importer) else { return };
+        if let Some(request) = self.all.get_mut(key).filter(|request| is_meant(request)) {
             request.importer = None;
             self.of_importer.remove(&importer);
         }
@@ -115,7 +116,6 @@ pub struct OpenRequest {
     /// The importer, and the importer's number for the request. `None` if the importer has withdrawn the
     /// request.
     pub importer: Option<(ClientId, u32)>,
-    exporter: ClientId,
     pub key: Secret,
     pub range: u32,
 }
@@ -159,123 +159,58 @@ enum CountedBy {
 /// The memory that clients have open.
 #[derive(Debug, Default)]
 struct Imports {
-    /// The importers of each range.
-    ranges: BTreeMap<Range, BTreeMap<ClientId, OpenMemory>>,
-    /// The importers that have adopted a range, or were asked to adopt it. A range has at most one,
-    /// unless several clients of an earlier daemon report that they adopted the range.
-    adopters: BTreeMap<Range, BTreeSet<ClientId>>,
-    of_importer: BTreeMap<ClientId, OfImporter>,
-    /// Number of imports whose exporter is missing.
-    missing: usize,
-}
-
-/// The memory that one client has open.
-#[derive(Debug, Default)]
-struct OfImporter {
-    ranges: BTreeSet<Range>,
-    sums: BTreeMap<GpuId, Sums>,
-    /// Ranges that the client's next report about a GPU will include for the first time.
-    next_report: BTreeMap<GpuId, BTreeSet<Range>>,
-    /// When the longest-missing exporter went missing; `None` if all exporters are connected.
-    missing_since: Option<Time>,
-}
-
-/// Bytes on one GPU.
-#[derive(Debug, Default, Clone, Copy)]
-struct Sums {
-    /// Bytes that count for the client, but that its own reports do not include yet.
-    uncounted: u128,
-    /// Bytes that count for the client, but that another program allocated.
-    adopted: u128,
+    all: BTreeMap<(ClientId, Range), OpenMemory>,
+    importers: BTreeSet<(Range, ClientId)>,
 }
 
 impl Imports {
     fn insert(&mut self, import: Import, memory: OpenMemory) {
-        self.remove(import);
-        let (gpu, by, bytes) = (memory.gpu, memory.counted_by, memory.bytes);
-        self.ranges.entry(import.range()).or_default().insert(import.importer, memory);
-        self.of_importer.entry(import.importer).or_default().ranges.insert(import.range());
-        self.count(import, gpu, bytes, by, true);
+        self.all.insert((import.importer, import.range()), memory);
+        self.importers.insert((import.range(), import.importer));
     }
 
     /// Removes an import. Returns the client that counted its bytes.
     fn remove(&mut self, import: Import) -> Option<CountedBy> {
-        let importers = self.ranges.get_mut(&import.range())?;
-        let OpenMemory { gpu, bytes, counted_by, .. } = importers.remove(&import.importer)?;
-        if importers.is_empty() {
-            self.ranges.remove(&import.range());
-        }
-        self.count(import, gpu, bytes, counted_by, false);
-        if let Some(own) = self.of_importer.get_mut(&import.importer) {
-            own.ranges.remove(&import.range());
-            if own.ranges.is_empty() {
-                self.of_importer.remove(&import.importer);
-            }
-        }
-        Some(counted_by)
+        self.importers.remove(&(import.range(), import.importer));
+        self.all.remove(&(import.importer, import.range())).map(|memory| memory.counted_by)
     }
 
     fn get(&mut self, import: Import) -> Option<&mut OpenMemory> {
-        self.ranges.get_mut(&import.range())?.get_mut(&import.importer)
+        self.all.get_mut(&(import.importer, import.range()))
     }
 
-    fn set(&mut self, import: Import, now: CountedBy) {
-        let Some(memory) = self.get(import) else { return };
-        let (gpu, bytes, before) = (memory.gpu, memory.bytes, std::mem::replace(&mut memory.counted_by, now));
-        self.count(import, gpu, bytes, before, false);
-        self.count(import, gpu, bytes, now, true);
+    /// Changes the client that counts an import's bytes, if `is_meant` is true of the present one. Returns whether
+    /// it has changed.
+    fn change(&mut self, import: Import, is_meant: impl Fn(CountedBy) -> bool, now: CountedBy) -> bool {
+        let Some(memory) = self.get(import).filter(|memory| is_meant(memory.counted_by)) else { return false };
+        memory.counted_by = now;
+        true
     }
 
-    /// Updates the sums of an import's importer and the adopters of its range: adds the import (`add`), or
-    /// removes it.
-    fn count(&mut self, import: Import, gpu: GpuId, bytes: u64, by: CountedBy, add: bool) {
-        let own = self.of_importer.entry(import.importer).or_default();
-        let sums = own.sums.entry(gpu).or_default();
-        let change = |sum: &mut u128| *sum = if add { *sum + u128::from(bytes) } else { *sum - u128::from(bytes) };
-        if by != CountedBy::Exporter {
-            change(&mut sums.adopted);
-        }
-        if is_unreported(by) {
-            change(&mut sums.uncounted);
-        }
-        match by {
-            CountedBy::Missing(since) if add => {
-                own.missing_since.get_or_insert(since);
-                self.missing += 1;
-            }
-            CountedBy::Missing(_) => self.missing -= 1,
-            CountedBy::NextReport if add => drop(own.next_report.entry(gpu).or_default().insert(import.range())),
-            CountedBy::NextReport => drop(own.next_report.get_mut(&gpu).map(|next| next.remove(&import.range()))),
-            _ => {}
-        }
-        if is_adopted(by) {
-            let adopters = self.adopters.entry(import.range()).or_default();
-            if add {
-                adopters.insert(import.importer);
-            } else {
-                adopters.remove(&import.importer);
-            }
-            if adopters.is_empty() {
-                self.adopters.remove(&import.range());
-            }
-        }
+    /// The memory that one client has open.
+    fn of_importer(&self, importer: ClientId) -> impl Iterator<Item = (Import, &OpenMemory)> {
+        let all = self.all.range((importer, (Secret([0; 16]), 0))..=(importer, (Secret([u8::MAX; 16]), u32::MAX)));
+        all.map(|((importer, (exporter, range)), memory)| {
+            (Import { importer: *importer, exporter: *exporter, range: *range }, memory)
+        })
+    }
+
+    /// The imports of ranges of one exporter. `ranges`: the first and the last of these ranges.
+    fn of_exporter(&self, exporter: Secret, ranges: (u32, u32)) -> impl Iterator<Item = Import> {
+        let (first, last) = (((exporter, ranges.0), ClientId(0)), ((exporter, ranges.1), ClientId(u64::MAX)));
+        let all = self.importers.range(first..=last);
+        all.map(|((exporter, range), importer)| Import { importer: *importer, exporter: *exporter, range: *range })
     }
 
     /// Chooses an importer to adopt bytes that no client counts any more. `None` if the range already has
-    /// an adopter, or no client has it open.
+    /// an adopter, or no client has it open. A range has at most one adopter, unless several clients of an
+    /// earlier daemon report that they adopted it.
     fn orphan(&mut self, (exporter, range): Range) -> Option<Import> {
-        if self.adopters.contains_key(&(exporter, range)) {
-            return None;
-        }
-        let importer = *self.ranges.get(&(exporter, range))?.keys().next()?;
-        let import = Import { importer, exporter, range };
-        self.set(import, CountedBy::Adopting);
+        let importers: Vec<Import> = self.of_exporter(exporter, (range, range)).collect();
+        let is_adopted = importers.iter().any(|import| self.get(*import).is_some_and(|it| is_adopted(it.counted_by)));
+        let import = importers.into_iter().next().filter(|_| !is_adopted)?;
+        self.change(import, |_| true, CountedBy::Adopting);
         Some(import)
-    }
-
-    /// The ranges of an exporter that clients have open.
-    fn of_exporter(&self, key: Secret) -> Vec<Range> {
-        self.ranges.range((key, 0)..=(key, u32::MAX)).map(|(range, _)| *range).collect()
     }
 }
 
@@ -294,17 +229,10 @@ impl SharedMemoryRegistry {
     /// of these imports.
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
-        if self.imports.missing == 0 {
-            return Vec::new();
-        }
-        let mut found = Vec::new();
-        for (exporter, range) in self.imports.of_exporter(key) {
-            let importers = self.imports.ranges.get(&(exporter, range)).into_iter().flatten();
-            let missing = importers.filter(|(_, open)| matches!(open.counted_by, CountedBy::Missing(_)));
-            found.extend(missing.map(|(importer, _)| Import { importer: *importer, exporter, range }));
-        }
-        found.iter().for_each(|import| self.imports.set(*import, CountedBy::Exporter));
-        let importers: BTreeSet<ClientId> = found.into_iter().map(|import| import.importer).collect();
+        let imports: Vec<Import> = self.imports.of_exporter(key, ANY_RANGE).collect();
+        let is_missing = |by| matches!(by, CountedBy::Missing(_));
+        let found = imports.into_iter().filter(|import| self.imports.change(*import, is_missing, CountedBy::Exporter));
+        let importers: BTreeSet<ClientId> = found.map(|import| import.importer).collect();
         importers.into_iter().collect()
     }
 
@@ -322,43 +250,38 @@ impl SharedMemoryRegistry {
         may: impl Fn(ClientId) -> bool,
     ) -> Result<(ClientId, u64), Sharing> {
         self.requests.give_up(importer, |_| true);
-        let named = self.exporters.clients.get(&key).into_iter().flatten().rev();
-        let exporter = named.copied().find(|client| *client != importer && may(*client)).ok_or(Sharing::Unknown)?;
-        if self.requests.of_exporter.get(&exporter).map_or(0, BTreeSet::len) >= MAX_PENDING {
+        let mut named = self.exporters.of(key).rev();
+        let exporter = named.find(|client| *client != importer && may(*client)).ok_or(Sharing::Unknown)?;
+        if self.requests.of_exporter(exporter).count() >= MAX_PENDING {
             return Err(Sharing::Busy);
         }
-        let request = OpenRequest { importer: Some((importer, ticket)), exporter, key, range };
-        Ok((exporter, self.requests.insert(importer, request)))
+        let request = OpenRequest { importer: Some((importer, ticket)), key, range };
+        Ok((exporter, self.requests.insert(importer, exporter, request)))
     }
 
     /// The exporters of a range that no client has open or requests.
     pub fn exporters_of_unused(&self, (key, range): Range) -> Vec<ClientId> {
-        let is_meant =
-            |number| self.requests.all.get(number).is_some_and(|request| (request.key, request.range) == (key, range));
-        let exporters = || self.exporters.clients.get(&key).into_iter().flatten();
-        let is_requested =
-            || exporters().filter_map(|client| self.requests.of_exporter.get(client)).flatten().any(is_meant);
-        let is_unused = !self.imports.ranges.contains_key(&(key, range)) && !is_requested();
-        exporters().copied().filter(|_| is_unused).collect()
+        let is_meant = |(_, request): (u64, &OpenRequest)| (request.key, request.range) == (key, range);
+        let is_requested = || self.exporters.of(key).flat_map(|client| self.requests.of_exporter(client)).any(is_meant);
+        let is_unused = self.imports.of_exporter(key, (range, range)).next().is_none() && !is_requested();
+        self.exporters.of(key).filter(|_| is_unused).collect()
     }
 
     /// The client's secret, if no other client exports memory under it.
     pub fn sole_secret(&self, client: ClientId) -> Option<Secret> {
-        let key = self.exporters.secrets.get(&client)?;
-        self.exporters.clients.get(key).filter(|clients| clients.len() == 1).map(|_| *key)
+        let key = *self.exporters.secrets.get(&client)?;
+        (self.exporters.of(key).count() == 1).then_some(key)
     }
 
     /// The ranges that a client has open.
     pub fn opened_by(&self, importer: ClientId) -> Vec<(Secret, u32)> {
-        let own = self.imports.of_importer.get(&importer);
-        own.into_iter().flat_map(|own| &own.ranges).copied().collect()
+        self.imports.of_importer(importer).map(|(import, _)| import.range()).collect()
     }
 
     /// Handles an exporter's answer to a request. Returns the request, or `None` if the number is
     /// unknown.
     pub fn answer(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
-        self.requests.all.get(&number).filter(|request| request.exporter == exporter)?;
-        self.requests.remove(number)
+        self.requests.remove(exporter, number)
     }
 
     // ---- open memory ---------------------------------------------------------------------------------------------
@@ -377,7 +300,7 @@ impl SharedMemoryRegistry {
     pub fn restore(&mut self, import: Import, gpu: GpuId, bytes: u64, adopted: bool, now: Time, share: Share) {
         let counted_by = match adopted {
             true => CountedBy::Importer,
-            false if self.exporters.clients.contains_key(&import.exporter) => CountedBy::Exporter,
+            false if self.exporters.of(import.exporter).next().is_some() => CountedBy::Exporter,
             false => CountedBy::Missing(now),
         };
         self.imports.insert(import, OpenMemory { gpu, bytes, counted_by, _share: share });
@@ -405,80 +328,62 @@ impl SharedMemoryRegistry {
     /// Handles the importer's answer that it has adopted the memory. The importer's next report includes
     /// the memory.
     pub fn adopted(&mut self, import: Import) {
-        if self.is_adopting(import) {
-            self.imports.set(import, CountedBy::NextReport);
-        }
+        self.imports.change(import, |by| by == CountedBy::Adopting, CountedBy::NextReport);
     }
 
     /// Handles a client's report. The client's own reports now include the memory that it adopted before.
     pub fn reported(&mut self, client: ClientId, gpu: GpuId) {
-        let next = self.imports.of_importer.get_mut(&client).and_then(|own| own.next_report.remove(&gpu));
-        for (exporter, range) in next.into_iter().flatten() {
-            let import = Import { importer: client, exporter, range };
-            if self.imports.get(import).is_some_and(|open| open.counted_by == CountedBy::NextReport) {
-                self.imports.set(import, CountedBy::Importer);
-            }
+        let on_gpu = self.imports.of_importer(client).filter(|(_, memory)| memory.gpu == gpu);
+        for import in on_gpu.map(|(import, _)| import).collect::<Vec<_>>() {
+            self.imports.change(import, |by| by == CountedBy::NextReport, CountedBy::Importer);
         }
     }
 
     /// Chooses adopters for the client's imports whose exporters have not reconnected in time. Returns the
     /// imports to adopt.
     pub fn overdue(&mut self, client: ClientId, now: Time) -> Vec<Import> {
-        let Some(own) = self.imports.of_importer.get_mut(&client) else { return Vec::new() };
-        if own.missing_since.is_none_or(|since| now < since + RECONNECT_TIMEOUT) {
-            return Vec::new();
-        }
-        own.missing_since = None;
-        let (mut late, mut earliest) = (Vec::new(), None);
-        for (exporter, range) in own.ranges.clone() {
-            let import = Import { importer: client, exporter, range };
-            match self.imports.get(import).map(|open| open.counted_by) {
-                Some(CountedBy::Missing(since)) if now >= since + RECONNECT_TIMEOUT => late.push(import.range()),
-                Some(CountedBy::Missing(since)) => earliest = earliest.into_iter().chain([since]).min(),
-                _ => {}
-            }
-        }
-        if let Some(own) = self.imports.of_importer.get_mut(&client) {
-            own.missing_since = earliest;
-        }
+        let is_late = |memory: &OpenMemory| matches!(memory.counted_by, CountedBy::Missing(since) if now >= since + RECONNECT_TIMEOUT);
+        let late = self.imports.of_importer(client).filter(|(_, memory)| is_late(memory));
+        let late: Vec<Range> = late.map(|(import, _)| import.range()).collect();
         late.into_iter().filter_map(|range| self.imports.orphan(range)).collect()
     }
 
     /// Bytes on the GPU that count for this client, but that its own reports do not include yet.
     pub fn uncounted(&self, client: ClientId, gpu: GpuId) -> u64 {
-        saturated(self.sums(client, gpu).uncounted)
+        self.sum(client, gpu, is_unreported)
     }
 
     /// Bytes on the GPU that count for this client, but that another program allocated. NVML may list them
     /// under that program.
     pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
-        saturated(self.sums(client, gpu).adopted)
+        self.sum(client, gpu, |by| by != CountedBy::Exporter)
     }
 
-    fn sums(&self, client: ClientId, gpu: GpuId) -> Sums {
-        self.imports.of_importer.get(&client).and_then(|own| own.sums.get(&gpu)).copied().unwrap_or_default()
+    fn sum(&self, client: ClientId, gpu: GpuId, is_meant: impl Fn(CountedBy) -> bool) -> u64 {
+        let meant = |(_, memory): &(Import, &OpenMemory)| memory.gpu == gpu && is_meant(memory.counted_by);
+        self.imports.of_importer(client).filter(meant).fold(0, |sum, (_, memory)| sum.saturating_add(memory.bytes))
     }
 
     /// Handles the end of a client. Returns the importers that must adopt the client's counted
     /// memory, and the requests that the client has not answered.
     pub fn leave(&mut self, client: ClientId) -> (Vec<Import>, Vec<OpenRequest>) {
-        let mut orphans: Vec<Range> = Vec::new();
+        let mut orphans: BTreeSet<Range> = BTreeSet::new();
         if let Some(key) = self.exporters.remove(client)
-            && !self.exporters.clients.contains_key(&key)
+            && self.exporters.of(key).next().is_none()
         {
-            orphans = self.imports.of_exporter(key);
+            orphans.extend(self.imports.of_exporter(key, ANY_RANGE).map(|import| import.range()));
         }
-        let own = self.imports.of_importer.get(&client).map(|own| own.ranges.clone()).unwrap_or_default();
-        for (exporter, range) in own {
-            let counted_by = self.imports.remove(Import { importer: client, exporter, range });
+        for range in self.opened_by(client) {
+            let (exporter, number) = range;
+            let counted_by = self.imports.remove(Import { importer: client, exporter, range: number });
             if counted_by.is_some_and(|by| by != CountedBy::Exporter) {
-                orphans.push((exporter, range));
+                orphans.insert(range);
             }
         }
         let adopters = orphans.into_iter().filter_map(|range| self.imports.orphan(range)).collect();
         self.requests.give_up(client, |_| true);
-        let numbers = self.requests.of_exporter.get(&client).cloned().unwrap_or_default();
-        let unanswered = numbers.into_iter().filter_map(|number| self.requests.remove(number)).collect();
+        let numbers: Vec<u64> = self.requests.of_exporter(client).map(|(number, _)| number).collect();
+        let unanswered = numbers.into_iter().filter_map(|number| self.requests.remove(client, number)).collect();
         (adopters, unanswered)
     }
 }
@@ -489,10 +394,6 @@ fn is_adopted(by: CountedBy) -> bool {
 
 fn is_unreported(by: CountedBy) -> bool {
     matches!(by, CountedBy::Missing(_) | CountedBy::Adopting | CountedBy::NextReport)
-}
-
-fn saturated(bytes: u128) -> u64 {
-    u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -586,7 +487,7 @@ mod tests {
         assert_eq!(registry.close(import(B)), Some(import(C)));
         assert_eq!(registry.uncounted(C, GPU), 100);
         assert_eq!(registry.leave(C).0, [], "nobody has it any more");
-        assert!(registry.imports.ranges.is_empty() && registry.imports.of_importer.is_empty());
+        assert!(registry.imports.all.is_empty() && registry.imports.importers.is_empty());
     }
 
     #[test]
@@ -622,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn per_client_totals_match_the_imports() {
+    fn the_indexes_of_imports_match() {
         let mut dice = 1u32;
         let mut next = |n: u32| {
             dice = dice.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -650,25 +551,10 @@ mod tests {
                     }
                 }
             }
-            let open = || {
-                let ranges = registry.imports.ranges.iter();
-                ranges.flat_map(|(range, all)| all.iter().map(move |(importer, open)| (*range, *importer, open)))
-            };
-            for client in (1..=4).map(ClientId) {
-                let own = || open().filter(|(_, importer, _)| *importer == client).map(|(_, _, open)| open);
-                let sum = |is: fn(CountedBy) -> bool| {
-                    own().filter(|open| is(open.counted_by)).map(|open| open.bytes).sum::<u64>()
-                };
-                assert_eq!(registry.uncounted(client, GPU), sum(is_unreported), "step {step}");
-                assert_eq!(registry.adopted_by(client, GPU), sum(|by| by != CountedBy::Exporter), "step {step}");
-            }
-            let missing = open().filter(|(.., open)| matches!(open.counted_by, CountedBy::Missing(_))).count();
-            assert_eq!(registry.imports.missing, missing, "step {step}");
-            let mut adopters: BTreeMap<Range, BTreeSet<ClientId>> = BTreeMap::new();
-            for (range, importer, _) in open().filter(|(.., open)| is_adopted(open.counted_by)) {
-                adopters.entry(range).or_default().insert(importer);
-            }
-            assert_eq!(registry.imports.adopters, adopters, "step {step}");
+            let imports = &registry.imports;
+            let open: BTreeSet<(Range, ClientId)> =
+                imports.all.keys().map(|(importer, range)| (*range, *importer)).collect();
+            assert_eq!(imports.importers, open, "step {step}");
         }
     }
 }

@@ -23,17 +23,17 @@ use crate::sys::clock;
 /// A copy of the state. Results that several readers need are computed once.
 #[derive(Debug)]
 pub struct View {
-    pub(super) now: Time,
-    pub(super) machine: Machine,
-    pub(super) clients: BTreeMap<ClientId, CopiedClient>,
-    pub(super) gpus: BTreeMap<GpuId, CopiedGpu>,
+    pub now: Time,
+    pub machine: Machine,
+    pub clients: BTreeMap<ClientId, CopiedClient>,
+    pub gpus: BTreeMap<GpuId, CopiedGpu>,
     pub(super) rules: Rules,
     pub(super) room_owners: BTreeMap<RoomId, Arc<Identity>>,
     pub(super) refusals: Refusals,
     pub(super) unproven: Vec<(GpuId, bus::Unproven)>,
-    pub(super) stalls: Vec<GroupStall>,
-    pub(super) counts: Counts,
-    pub(super) metrics_of_programs: bool,
+    pub stalls: Vec<GroupStall>,
+    pub counts: Counts,
+    pub metrics_of_programs: bool,
     pub(super) problems: Vec<String>,
     pub(super) listed_clients: OnceLock<Arc<Vec<ClientView>>>,
     pub(super) listed_gpus: OnceLock<Arc<Vec<bus::Gpu>>>,
@@ -41,7 +41,7 @@ pub struct View {
 
 /// Data about a client that `View::machine` does not include.
 #[derive(Debug)]
-pub(super) struct CopiedClient {
+pub struct CopiedClient {
     pub identity: Arc<Identity>,
     pub library: String,
     pub connected: SystemTime,
@@ -59,7 +59,7 @@ pub(super) struct CopiedClient {
 
 /// Data about a GPU that `View::machine` does not include.
 #[derive(Debug)]
-pub(super) struct CopiedGpu {
+pub struct CopiedGpu {
     pub kind: GpuKind,
     pub name: String,
     pub total: u64,
@@ -146,7 +146,7 @@ impl View {
             stalls: observe.pressure.stalls(model),
             counts: observe.counts.clone(),
             metrics_of_programs: model.config.metrics_of_programs,
-            problems: io.problems().borrow().clone(),
+            problems: io.published.borrow().problems.clone(),
             listed_clients: OnceLock::new(),
             listed_gpus: OnceLock::new(),
         }

@@ -8,7 +8,8 @@ use std::time::Duration;
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-use super::snapshot::{OfGpu, OfGroup, OfWorkload, Used, Waits};
+use super::snapshot::{OfGpu, OfWorkload, Used};
+use crate::daemon::core::{GroupStall, Waits};
 
 /// A metric that each `T` has. The metrics of all `T` share one name and differ in their labels.
 #[derive(Debug)]
@@ -127,28 +128,28 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 1] =
 pub static OF_GPUS: [Family<OfGpu>; 12] = [
     time("held", |gpu| gpu.held, "Time in which at least one program held the GPU lock."),
     waits("wait", |gpu| &gpu.waits, "Time that programs waited before they were granted the GPU lock."),
-    gauge("gone", |gpu| Some(gpu.gone.into()),
+    gauge("gone", |gpu| Some(gpu.seen.gone.into()),
         "Whether NVML no longer lists the GPU although programs still use it: 1 or 0."),
-    bytes("total", |gpu| Some(gpu.total), "Memory of the GPU."),
-    bytes("capacity", |gpu| gpu.capacity, "GPU memory available to programs."),
-    bytes("overhead", |gpu| Some(gpu.overhead),
+    bytes("total", |gpu| Some(gpu.seen.total), "Memory of the GPU."),
+    bytes("capacity", |gpu| (!gpu.seen.gone).then_some(gpu.seen.capacity), "GPU memory available to programs."),
+    bytes("overhead", |gpu| Some(gpu.seen.overhead),
         "GPU memory set aside for contexts and for programs that do not use nvshare."),
-    bytes("kept", |gpu| Some(gpu.kept),
+    bytes("kept", |gpu| Some(gpu.seen.kept),
         "GPU memory kept free for programs that do not use nvshare: rooms, and headroom for their growth."),
-    bytes("shortfall", |gpu| Some(gpu.shortfall),
+    bytes("shortfall", |gpu| Some(gpu.seen.shortfall),
         "Largest shortfall of any program: memory that it needs beyond its demand, because the driver could not map \
          memory that NVML showed as free."),
-    bytes("committed", |gpu| Some(gpu.committed), "Largest possible sum of the demands of the GPU's programs."),
+    bytes("committed", |gpu| Some(gpu.seen.committed), "Largest possible sum of the demands of the GPU's programs."),
     gauge("clients", |gpu| Some(gpu.clients), "Programs that use the GPU."),
-    gauge("holders", |gpu| Some(gpu.holders), "Programs that hold the GPU lock."),
-    gauge("waiters", |gpu| Some(gpu.waiters), "Programs that wait for the GPU lock."),
+    gauge("holders", |gpu| Some(gpu.seen.holders.len() as u64), "Programs that hold the GPU lock."),
+    gauge("waiters", |gpu| Some(gpu.seen.waiters.len() as u64), "Programs that wait for the GPU lock."),
 ];
 
 #[rustfmt::skip] // a table
-pub static OF_GROUPS: [Family<OfGroup>; 2] = [
-    time("some", |group| group.some,
+pub static OF_GROUPS: [Family<GroupStall>; 2] = [
+    time("some", |group| group.some.total,
         "Time in which at least one program of the group waited for a GPU or for its memory."),
-    time("full", |group| group.full,
+    time("full", |group| group.full.total,
         "Time in which at least one program of the group waited for a GPU or for its memory, and none held a GPU \
          lock."),
 ];

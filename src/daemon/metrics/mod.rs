@@ -11,7 +11,7 @@
 mod families;
 pub mod listen;
 mod server;
-pub mod snapshot;
+mod snapshot;
 mod source;
 mod text;
 
@@ -19,28 +19,23 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::thread;
 
-use tokio::sync::mpsc;
 use tokio::task::{LocalSet, spawn_local};
 use tracing::{error, info};
 
+use crate::daemon::control::views::Views;
 use listen::Listener;
-use snapshot::Figures;
-pub use source::Question;
 use source::Source;
 
 /// Starts to serve metrics on these sockets until the process exits. Does nothing if there are no
 /// sockets.
-pub fn start<V: Figures + 'static>(
-    sockets: Vec<OwnedFd>,
-    questions: mpsc::UnboundedSender<Question<V>>,
-) -> std::io::Result<()> {
+pub fn start(sockets: Vec<OwnedFd>, views: Views) -> std::io::Result<()> {
     if sockets.is_empty() {
         return Ok(());
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     thread::Builder::new().name("metrics".into()).spawn(move || {
         LocalSet::new().block_on(&runtime, async {
-            let (places, source) = (server::places(), Rc::new(Source::new(questions)));
+            let (places, source) = (server::places(), Rc::new(Source::new(views)));
             for socket in sockets {
                 match Listener::new(socket) {
                     Ok(listener) => {

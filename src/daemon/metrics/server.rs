@@ -20,7 +20,6 @@ use tokio::task::spawn_local;
 use tracing::debug;
 
 use super::listen::Listener;
-use super::snapshot::Figures;
 use super::source::Source;
 use super::text;
 
@@ -44,7 +43,7 @@ pub fn places() -> Places {
 }
 
 /// Serves all connections to a socket.
-pub async fn serve<V: Figures + 'static>(listener: Listener, places: Places, source: Rc<Source<V>>) {
+pub async fn serve(listener: Listener, places: Places, source: Rc<Source>) {
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return };
         let source = source.clone();
@@ -59,11 +58,11 @@ pub async fn serve<V: Figures + 'static>(listener: Listener, places: Places, sou
     }
 }
 
-fn spawn<S, V>(stream: S, source: Rc<Source<V>>, place: tokio::sync::OwnedSemaphorePermit)
-where
-    S: AsyncRead + AsyncWrite + Unpin + 'static,
-    V: Figures + 'static,
-{
+fn spawn(
+    stream: impl AsyncRead + AsyncWrite + Unpin + 'static,
+    source: Rc<Source>,
+    place: tokio::sync::OwnedSemaphorePermit,
+) {
     spawn_local(async move {
         if let Err(e) = one(stream, source).await {
             debug!("metrics connection failed: {e}");
@@ -73,11 +72,7 @@ where
 }
 
 /// Serves one connection.
-async fn one<S, V>(stream: S, source: Rc<Source<V>>) -> io::Result<()>
-where
-    S: AsyncRead + AsyncWrite + Unpin + 'static,
-    V: Figures + 'static,
-{
+async fn one(stream: impl AsyncRead + AsyncWrite + Unpin + 'static, source: Rc<Source>) -> io::Result<()> {
     let service = service_fn(move |request| {
         let source = source.clone();
         async move { Ok::<_, Infallible>(answer(&request, &source).await) }
@@ -94,7 +89,7 @@ where
     }
 }
 
-async fn answer<V: Figures>(request: &Request<Incoming>, source: &Source<V>) -> Response<Full<Bytes>> {
+async fn answer(request: &Request<Incoming>, source: &Source) -> Response<Full<Bytes>> {
     if request.uri().path() != "/metrics" {
         return said(StatusCode::NOT_FOUND, "Not found. Metrics are at /metrics.\n");
     }

@@ -1,19 +1,12 @@
 //! The figures behind the metrics.
 
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::daemon::core::{Counted, GroupStall, View, Waits, Workload};
 use crate::identity::Identity;
-
-/// Upper bounds of the buckets for waits, in seconds. The shortest waits are hand-overs that move no
-/// memory. The longest are several turns with the longest common time quantum.
-pub const WAIT_BOUNDS: [f64; 14] =
-    [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
-
-/// A view of the scheduling loop's state that can compute the figures.
-pub trait Figures: Send + Sync {
-    fn figures(&self) -> Snapshot;
-}
+use crate::scheduler::{GpuId, GpuView};
 
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
@@ -22,50 +15,76 @@ pub struct Snapshot {
     /// One entry for each client and each GPU that the client uses or has used. Empty if metrics of
     /// programs are not configured.
     pub clients: Vec<OfClient>,
-    pub groups: Vec<OfGroup>,
+    pub groups: Vec<GroupStall>,
 }
 
-/// Stall times of the clients of a GPU, a tenant or a unit.
-#[derive(Debug, Clone)]
-pub struct OfGroup {
-    pub kind: &'static str,
-    pub name: String,
-    /// `some`: time for which at least one client was stalled. `full`: the part of this time in
-    /// which no client of the group held a lock.
-    pub some: Duration,
-    pub full: Duration,
-}
-
-/// Programs whose figures are summed for metrics: the programs of one tenant in one unit, or in one
-/// container of a pod. Programs end, but a workload returns under the same name.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Workload {
-    pub tenant: String,
-    pub unit: String,
-    pub container: String,
-    pub pod: String,
-    pub namespace: String,
-}
-
-impl Workload {
-    pub fn of(identity: &Identity) -> Self {
-        let Identity { pod, tenant, .. } = identity;
-        Self {
-            tenant: tenant.to_string(),
-            unit: identity.counted_unit().to_owned(),
-            container: container_name(identity).to_owned(),
-            pod: pod.name.clone(),
-            namespace: pod.namespace.clone(),
+impl Snapshot {
+    /// Computes the figures of a view.
+    pub fn new(view: &View) -> Self {
+        let now = view.now;
+        let clients = view.machine.clients();
+        let attachments: HashMap<_, _> = clients
+            .iter()
+            .flat_map(|seen| seen.attachments.iter().map(|attachment| ((seen.client, attachment.gpu), attachment)))
+            .collect();
+        let mut gpus: HashMap<GpuId, OfGpu> = HashMap::new();
+        for seen in view.machine.gpus() {
+            let Some(entry) = view.gpus.get(&seen.gpu) else { continue };
+            let count = view.counts.gpu(seen.gpu);
+            let figures = OfGpu {
+                uuid: entry.label(seen.gpu).into(),
+                index: entry.index,
+                name: entry.name.clone(),
+                clients: 0,
+                held: count.held(now),
+                waits: count.waits,
+                used: Used { counted: count.counted, ..Used::sum() },
+                seen,
+            };
+            gpus.insert(figures.seen.gpu, figures);
         }
+        let mut workloads: BTreeMap<(GpuId, Workload), OfWorkload> = BTreeMap::new();
+        for (id, workload, counted) in view.counts.ended() {
+            let Some(gpu) = gpus.get(&id) else { continue };
+            let mut of = OfWorkload::new(Arc::clone(&gpu.uuid), workload.clone());
+            of.used.counted = counted.clone();
+            workloads.insert((id, workload.clone()), of);
+        }
+        let mut programs = Vec::with_capacity(attachments.len());
+        for (client, id, count) in view.counts.clients() {
+            let (Some(entry), Some(gpu)) = (view.clients.get(&client), gpus.get_mut(&id)) else { continue };
+            let turns = view.machine.turns(client, id, now).unwrap_or_default();
+            let present = Counted { lock_time: count.lock_time(&turns), ..Counted::default() };
+            let attached = attachments.get(&(client, id)).map(|attachment| Attachment {
+                demand: attachment.demand,
+                resident: attachment.mapped,
+                swapped: attachment.swapped,
+                pinned: attachment.pinned,
+                limit: attachment.limit,
+                memory_max: view.machine.memory_max(client, id),
+                waits: turns.waits,
+            });
+            let mut used = Used { counted: present, attached };
+            gpu.clients += u64::from(attached.is_some());
+            gpu.used.add(&used);
+            used.counted.add(&count.counted);
+            let (gpu, identity) = (Arc::clone(&gpu.uuid), entry.identity.clone());
+            let client = OfClient { gpu, client: client.0, identity, used };
+            let key = (id, Workload::of(&client.identity));
+            let new = |(_, workload): &(GpuId, Workload)| OfWorkload::new(Arc::clone(&client.gpu), workload.clone());
+            workloads.entry(key).or_insert_with_key(new).add(&client);
+            if view.metrics_of_programs {
+                programs.push(client);
+            }
+        }
+        let workloads = workloads.into_values().collect();
+        let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
+        gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
+        Self { gpus, workloads, clients: programs, groups: view.stalls.clone() }
     }
 }
 
-/// The name of a process's container in Kubernetes. Outside Kubernetes, the container's ID.
-pub fn container_name(identity: &Identity) -> &str {
-    if identity.pod.container.is_empty() { identity.counted_container() } else { &identity.pod.container }
-}
-
-/// A workload on a GPU. The counters include those of programs that have ended.
+/// A workload on a GPU. Its counters also count programs that have ended.
 #[derive(Debug, Clone)]
 pub struct OfWorkload {
     pub gpu: Arc<str>,
@@ -86,89 +105,14 @@ impl OfWorkload {
     }
 }
 
-/// Counters, which never decrease.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Counted {
-    pub lock_time: Duration,
-    /// Total time of the waits that ended with a grant.
-    pub wait_time: Duration,
-    pub grants: u64,
-    pub hand_overs: u64,
-    pub swapped_out: u64,
-    pub swapped_in: u64,
-    pub unmoved: u64,
-    pub refused: u64,
-    pub mapping_failures: u64,
-}
-
-impl Counted {
-    pub fn add(&mut self, more: &Self) {
-        self.lock_time = self.lock_time.saturating_add(more.lock_time);
-        self.wait_time = self.wait_time.saturating_add(more.wait_time);
-        let numbers = [
-            (&mut self.grants, more.grants),
-            (&mut self.hand_overs, more.hand_overs),
-            (&mut self.swapped_out, more.swapped_out),
-            (&mut self.swapped_in, more.swapped_in),
-            (&mut self.unmoved, more.unmoved),
-            (&mut self.refused, more.refused),
-            (&mut self.mapping_failures, more.mapping_failures),
-        ];
-        // Clients report some of the counters, so the values are not trustworthy and the sum must not
-        // overflow.
-        numbers.into_iter().for_each(|(count, more)| *count = count.saturating_add(more));
-    }
-}
-
-/// A histogram of waiting times.
-#[derive(Debug, Clone, Default)]
-pub struct Waits {
-    sum: Duration,
-    /// Number of waits in each bucket: longer than the previous bound, up to the bucket's own bound. The
-    /// last bucket is for waits longer than all bounds.
-    buckets: [u64; WAIT_BOUNDS.len() + 1],
-}
-
-impl Waits {
-    pub fn add(&mut self, wait: Duration) {
-        let at = WAIT_BOUNDS.partition_point(|bound| *bound < wait.as_secs_f64());
-        if let Some(bucket) = self.buckets.get_mut(at) {
-            *bucket += 1;
-        }
-        self.sum = self.sum.saturating_add(wait);
-    }
-
-    pub fn sum(&self) -> Duration {
-        self.sum
-    }
-
-    pub fn count(&self) -> u64 {
-        self.buckets.iter().sum()
-    }
-
-    /// Each bucket's upper bound and count.
-    pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> {
-        WAIT_BOUNDS.into_iter().chain([f64::INFINITY]).zip(self.buckets)
-    }
-}
-
 #[derive(Debug, Clone)]
 pub struct OfGpu {
     pub uuid: Arc<str>,
     /// NVML's index, if NVML lists the GPU.
     pub index: Option<u32>,
     pub name: String,
-    pub total: u64,
-    /// `None` if NVML no longer lists the GPU.
-    pub capacity: Option<u64>,
-    pub gone: bool,
-    pub overhead: u64,
-    pub kept: u64,
-    pub shortfall: u64,
-    pub committed: u64,
+    pub seen: GpuView,
     pub clients: u64,
-    pub holders: u64,
-    pub waiters: u64,
     pub held: Duration,
     pub waits: Waits,
     pub used: Used,
@@ -226,20 +170,4 @@ pub struct Attachment {
     pub memory_max: Option<u64>,
     /// The longest wait in progress.
     pub waits: Duration,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_wait_counts_in_the_first_bucket_that_contains_it() {
-        let mut waits = Waits::default();
-        for wait in [0, 1, 2, 3, 700_000] {
-            waits.add(Duration::from_millis(wait));
-        }
-        let counts: Vec<_> = waits.buckets().filter(|(_, count)| *count > 0).collect();
-        assert_eq!(counts, [(0.001, 2), (0.003, 2), (f64::INFINITY, 1)]);
-        assert_eq!((waits.count(), waits.sum()), (5, Duration::from_millis(700_006)));
-    }
 }

@@ -1,14 +1,14 @@
 //! The text of the metrics. The text is created from a view of the scheduling loop's state, and shared
 //! by all scrapers within `SHARED_FOR`.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hyper::body::Bytes;
-use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::sync::Mutex;
 use tracing::error;
 
-use super::{snapshot::Figures, text};
+use super::{snapshot::Snapshot, text};
+use crate::daemon::control::views::Views;
 
 /// Scrapers within this time share one text. So the number of scrapers does not affect the scheduling
 /// loop.
@@ -16,19 +16,16 @@ const SHARED_FOR: Duration = Duration::from_millis(100);
 /// Time to wait for a view. A scheduling loop that works answers within 0.1 s.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A request for a view.
-pub type Question<V> = oneshot::Sender<Arc<V>>;
-
 #[derive(Debug)]
-pub struct Source<V> {
-    questions: mpsc::UnboundedSender<Question<V>>,
+pub struct Source {
+    views: Views,
     /// The newest text, and the time of the request for it.
     newest: Mutex<Option<(Instant, Bytes)>>,
 }
 
-impl<V: Figures> Source<V> {
-    pub fn new(questions: mpsc::UnboundedSender<Question<V>>) -> Self {
-        Self { questions, newest: Mutex::new(None) }
+impl Source {
+    pub fn new(views: Views) -> Self {
+        Self { views, newest: Mutex::new(None) }
     }
 
     /// The text of the metrics. `None` if the scheduling loop does not answer.
@@ -42,10 +39,8 @@ impl<V: Figures> Source<V> {
             return Some(text.clone());
         }
         let asked = Instant::now();
-        let (reply, answer) = oneshot::channel();
-        self.questions.send(reply).ok()?;
-        let view = tokio::time::timeout(PATIENCE, answer).await.ok()?.ok()?;
-        let text = text::written(view.figures()).inspect_err(|e| error!("cannot write metrics: {e}")).ok()?;
+        let view = tokio::time::timeout(PATIENCE, self.views.next()).await.ok()??;
+        let text = text::written(Snapshot::new(&view)).inspect_err(|e| error!("cannot write metrics: {e}")).ok()?;
         let text = Bytes::from(text);
         *newest = Some((asked, text.clone()));
         Some(text)

@@ -14,7 +14,8 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use super::families::{COMMON, Family, OF_GPUS, OF_GROUPS, OF_PROGRAMS, OF_WORKLOADS, Value};
-use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Snapshot, Workload, container_name};
+use super::snapshot::{OfClient, OfGpu, OfWorkload, Snapshot};
+use crate::daemon::core::{GroupStall, Workload, container_name};
 use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -90,7 +91,7 @@ impl EncodeLabelSet for OfGpu {
     }
 }
 
-impl EncodeLabelSet for OfGroup {
+impl EncodeLabelSet for GroupStall {
     fn encode(&self, encoder: &mut LabelSetEncoder) -> Result<(), Error> {
         labels(encoder, &[("kind", self.kind), ("name", &self.name)])
     }

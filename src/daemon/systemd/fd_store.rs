@@ -19,7 +19,7 @@ pub enum Kind {
 }
 
 /// The version of the locks' memfds that this daemon writes. Other versions are rejected.
-pub const LOCK_RECORD: u16 = 1;
+pub const LOCK_RECORD: u16 = 2;
 /// The version of the swap files' memfds that this daemon writes. Other versions are rejected.
 pub const SWAP_FILE_RECORD: u16 = 1;
 

@@ -296,36 +296,30 @@ fn owner(path: &str) -> Option<u32> {
 
 /// True if the process is stopped, by a signal or a debugger. False if it has exited.
 pub fn is_stopped(pid: i32) -> bool {
-    if pid <= 0 {
-        return false;
-    }
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-    matches!(state(&stat), Some(b'T' | b't'))
+    matches!(stat(pid, 3).as_deref(), Some("T" | "t"))
 }
 
 /// The start time of a process, from `/proc/PID/stat`. No two processes have both the same PID and the
 /// same start time.
 pub fn start_time(pid: i32) -> Option<u64> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let end = stat.iter().rposition(|b| *b == b')')?;
-    // The start time is the 22nd field. `rest` begins with the third field, the state.
-    let rest = std::str::from_utf8(stat.get(end + 2..)?).ok()?;
-    rest.split(' ').nth(22 - 3)?.parse().ok()
+    stat(pid, 22)?.parse().ok()
 }
 
 /// The parent of the process: the process that started it, or the process that adopted it.
 pub fn parent(pid: i32) -> Option<i32> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let end = stat.iter().rposition(|b| *b == b')')?;
-    // The parent is the fourth field. The text begins with the third field, the state.
-    std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ').nth(1)?.parse().ok()
+    stat(pid, 4)?.parse().ok()
 }
 
-/// The state letter in `/proc/PID/stat`. The letter follows the process's name, which is in parentheses
-/// and may itself contain parentheses.
-fn state(stat: &[u8]) -> Option<u8> {
+/// A field of `/proc/PID/stat` after the process's name. The first such field, the state, has the number 3.
+fn stat(pid: i32, number: usize) -> Option<String> {
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    field(&stat, number).map(str::to_owned)
+}
+
+/// The name is in parentheses, and may itself contain parentheses and invalid UTF-8.
+fn field(stat: &[u8], number: usize) -> Option<&str> {
     let end = stat.iter().rposition(|b| *b == b')')?;
-    stat.get(end + 2).copied()
+    std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ').nth(number - 3)
 }
 
 /// Maximum length of a stored command line, in bytes.
@@ -393,9 +387,9 @@ mod tests {
 
     #[test]
     fn the_process_state_follows_the_last_parenthesis() {
-        assert_eq!(state(b"17 (a) T (b) S 1 2 3"), Some(b'S'));
-        assert_eq!(state(b"17 (sh) T 1 2 3"), Some(b'T'));
-        assert_eq!(state(b""), None);
+        assert_eq!(field(b"17 (a) T (b) S 1 2 3", 3), Some("S"));
+        assert_eq!(field(b"17 (sh\xff) T 1 2 3", 4), Some("1"));
+        assert_eq!((field(b"", 3), field(b"17 (sh)", 3)), (None, None));
     }
 
     #[test]

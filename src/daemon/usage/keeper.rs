@@ -16,6 +16,7 @@ use crate::sys::clock::unix_time;
 /// `gpu-hours`. If there are more, the oldest are dropped.
 const MAX_UNSAVED: usize = 10_000;
 
+#[derive(Default)]
 pub struct Records {
     path: PathBuf,
     store: Option<Store>,
@@ -38,17 +39,7 @@ fn now() -> i64 {
 
 impl Records {
     pub fn new(directory: &Path, keep: Duration) -> Self {
-        let path = directory.join(FILE);
-        Self {
-            path,
-            store: None,
-            keep,
-            unsaved: BTreeMap::new(),
-            unsaved_hours: BTreeMap::new(),
-            tidied: None,
-            tidied_at: None,
-            has_failed: false,
-        }
+        Self { path: directory.join(FILE), keep, ..Self::default() }
     }
 
     pub fn does(&mut self, job: Job) {

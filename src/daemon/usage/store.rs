@@ -239,40 +239,20 @@ impl Store {
     /// `clock`: the time by the clock, in seconds since 1970. Later rows were recorded while the clock was
     /// wrong, and do not count.
     pub fn read(&self, query: &Query, clock: i64) -> Result<BTreeMap<Key, Amounts>, StoreError> {
-        // The aliases differ from the names of the table's columns, because GROUP BY would prefer
-        // the table's columns.
         let mut statement = self.connection.prepare(
-            "SELECT CASE WHEN ?3 THEN begins WHEN ?10 THEN begins / ?11 * ?11 ELSE 0 END AS time,
-                CASE WHEN ?3 THEN lasts WHEN ?10 THEN ?11 ELSE 0 END AS duration,
-                CASE WHEN ?4 THEN tenant ELSE '' END AS whose, CASE WHEN ?5 THEN gpu ELSE '' END AS device,
-                CASE WHEN ?6 THEN unit ELSE '' END AS service, CASE WHEN ?7 THEN container ELSE '' END AS box,
-                sum(lock_seconds), sum(grants), sum(wait_seconds), sum(resident_byte_seconds),
-                sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
-            FROM usage WHERE begins + lasts > ?1 AND begins <= ?9 AND (?2 IS NULL OR tenant = ?2)
-            GROUP BY time, duration, whose, device, service, box LIMIT ?8",
+            "SELECT * FROM usage WHERE begins + lasts > ?1 AND begins <= ?3 AND (?2 IS NULL OR tenant = ?2)",
         )?;
-        let by = |column| query.by.contains(&column);
-        use super::Column::{Container, Day, Gpu, Tenant, Time, Unit};
-        let rows = statement.query_map(
-            params![
-                query.since,
-                query.tenant,
-                by(Time),
-                by(Tenant),
-                by(Gpu),
-                by(Unit),
-                by(Container),
-                MAX_ANSWER as i64 + 1,
-                clock,
-                by(Day),
-                DAY
-            ],
-            |row| {
-                let account = Account { gpu: row.get(3)?, unit: row.get(4)?, container: row.get(5)? };
-                Ok((Key { time: (row.get(0)?, row.get(1)?), tenant: row.get(2)?, account }, amounts(row, 6)?))
-            },
-        )?;
-        Ok(rows.collect::<Result<_, _>>()?)
+        let mut rows = statement.query(params![query.since, query.tenant, clock])?;
+        let mut sums = BTreeMap::new();
+        while let Some(row) = rows.next()?
+            && sums.len() <= MAX_ANSWER
+        {
+            let account = Account { gpu: row.get(3)?, unit: row.get(4)?, container: row.get(5)? };
+            let key = Key { time: (row.get(0)?, row.get(1)?), tenant: row.get(2)?, account };
+            let sum: &mut Amounts = sums.entry(key.reduced(&query.by)).or_default();
+            sum.add(&amounts(row, 6)?);
+        }
+        Ok(sums)
     }
 }
 

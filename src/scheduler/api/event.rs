@@ -64,14 +64,7 @@ pub enum Event {
     /// for those programs. `complete` is false if the measurement left out processes that may be
     /// clients of the previous scheduler and about to reconnect. Until a complete measurement
     /// arrives, no client is told that there is room for its context.
-    GpuOverhead {
-        gpu: GpuId,
-        begun: Time,
-        bytes: u64,
-        #[serde(default)]
-        others: u64,
-        complete: bool,
-    },
+    GpuOverhead { gpu: GpuId, begun: Time, bytes: u64, others: u64, complete: bool },
     /// From the daemon, after `GpuOverhead` of the same measurement. `found` lists the memory of
     /// each client on the GPU without its context; clients missing from `found` could not be
     /// measured. `free` is the GPU's free memory in bytes, or `None` if unknown. `evicted` is the
@@ -79,14 +72,7 @@ pub enum Event {
     /// have evicted. Restores do not count on these bytes. All were measured no earlier than `begun`.
     /// The measurement confirms or refutes clients' reports, and answers requests that were waiting
     /// for a measurement.
-    Measured {
-        gpu: GpuId,
-        begun: Time,
-        free: Option<u64>,
-        #[serde(default)]
-        evicted: u64,
-        found: BTreeMap<ClientId, Found>,
-    },
+    Measured { gpu: GpuId, begun: Time, free: Option<u64>, evicted: u64, found: BTreeMap<ClientId, Found> },
     /// From the daemon: the measured sizes of clients' contexts on a GPU. A context's measured size
     /// counts towards limits. Until a size is measured, `Settings::context` counts instead.
     ContextSizes { gpu: GpuId, bytes: BTreeMap<ClientId, u64> },

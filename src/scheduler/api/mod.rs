@@ -33,7 +33,7 @@ pub type Time = Duration;
 
 /// A GPU or a MIG slice, identified by its UUID. Indexes would not do, because they differ between
 /// processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct GpuId(pub Uuid);
 
 /// A client. The client exists while its process lives. Ids are never reused.

@@ -28,7 +28,6 @@ pub struct RuleLimits {
     pub swap_max: Option<u64>,
     pub on_memory_full: OnMemoryFull,
     /// The idle time after which the group's clients are put to sleep. `None`: the setting applies.
-    #[serde(default)]
     pub sleep_after: Option<SleepAfter>,
     /// The group's share of GPU time. `None`: its clients count together with the other clients of
     /// their tenant that have no share or, under [`Adaptive`](super::PolicyName::Adaptive), with all
@@ -37,7 +36,6 @@ pub struct RuleLimits {
     /// Makes the group's clients one gang, overriding any gang that they name themselves.
     pub gang: bool,
     /// The managed memory of the group's clients may exceed the GPU: the driver pages it.
-    #[serde(default)]
     pub managed_beyond_gpu: bool,
 }
 

@@ -51,7 +51,6 @@ pub struct Settings {
     pub placement: Placement,
     /// The idle time after which a client is put to sleep if other clients lack room. `None`:
     /// clients are not put to sleep.
-    #[serde(default)]
     pub sleep_after: Option<Duration>,
 }
 

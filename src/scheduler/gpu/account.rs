@@ -83,7 +83,6 @@ pub(crate) struct Account {
     /// for the whole allowance, and the allowance was not raised since.
     unused: Option<Time>,
     /// Bytes that were taken from the allowance since the client last held the lock.
-    #[serde(default)]
     taken: u64,
     pub eviction: Option<Eviction>,
     pub frees: UnverifiedFrees,

@@ -14,7 +14,6 @@ pub(crate) struct PendingContext {
     pub client: ClientId,
     pub since: Time,
     /// Since when the client is deferred.
-    #[serde(default)]
     pub deferred: Option<Time>,
     /// The client was notified that it waits for other clients to need less memory.
     pub told: bool,

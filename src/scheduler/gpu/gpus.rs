@@ -19,7 +19,6 @@ pub(crate) struct Gpus {
     of_clients: BTreeMap<ClientId, GpuSet>,
     /// For clients that owe an answer: when the daemon was last asked to probe the process, and the
     /// minimum time until the next probe.
-    #[serde(default)]
     probed: BTreeMap<ClientId, (Time, Duration)>,
 }
 

@@ -16,7 +16,7 @@ const RETURN_PATIENCE: Duration = Duration::from_secs(3);
 const RETURN_RATE: u64 = 64 << 20;
 
 /// The lock state of a client on one GPU.
-#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
     pub hold: Option<Hold>,
     /// The client failed to drain in its last hold, so it has less time to drain in the next hold.
@@ -24,7 +24,6 @@ pub(crate) struct ClientLock {
     pub slow_to_drain: bool,
     /// The client could not drain, and did not use the memory that it was allowed for that. So it gets
     /// no more memory while it cannot drain. Cleared by a hold that ends normally.
-    #[serde(default)]
     pub hoards: bool,
     pub drains: DrainTime,
     /// When the client last held the lock. If it never held the lock: when it attached the GPU.
@@ -36,16 +35,7 @@ pub(crate) struct ClientLock {
 
 impl ClientLock {
     pub fn new(now: Time) -> Self {
-        Self {
-            hold: None,
-            slow_to_drain: false,
-            hoards: false,
-            drains: DrainTime::default(),
-            last_run: now,
-            grants: 0,
-            lock_time: Duration::ZERO,
-            wait_time: Duration::ZERO,
-        }
+        Self { last_run: now, ..Self::default() }
     }
 
     /// Whether the client holds the lock, is undrainable, and reported in this or the previous hold
@@ -81,7 +71,6 @@ pub(crate) struct Hold {
     /// How long the GPU was idle before the grant while this client's memory was being moved in.
     pub moved: Duration,
     /// How the rest of this client's memory returns after the grant. `None`: all memory was there.
-    #[serde(default)]
     pub returning: Option<Returning>,
     /// The request had waited long enough to precede the other requests of its owner.
     pub aged: bool,

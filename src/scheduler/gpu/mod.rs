@@ -118,7 +118,7 @@ pub(crate) struct Context<'a> {
 }
 
 /// One GPU.
-#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gpu {
     pub id: GpuId,
     /// Size of the GPU in bytes.
@@ -139,11 +139,9 @@ pub(crate) struct Gpu {
     /// Clients that have attached the GPU. Only [`Gpus`] adds and removes them.
     pub attachments: BTreeMap<ClientId, Attachment>,
     /// Clients that are off the GPU, with the bytes that their contexts will need.
-    #[serde(default)]
     pub away: BTreeMap<ClientId, u64>,
     /// Clients of `away` that another program has checkpointed. Other clients use their charges until
     /// their restores begin.
-    #[serde(default)]
     pub lent: BTreeSet<ClientId>,
     /// The holders of the lock, in the order of their grants.
     holders: BTreeMap<u64, ClientId>,
@@ -163,23 +161,17 @@ pub(crate) struct Gpu {
     /// that client first.
     pub lacking: bool,
     /// All programs that use the GPU are clients.
-    #[serde(default)]
     pub has_only_clients: bool,
     /// The GPU is being emptied: its clients move to other GPUs or sleep.
-    #[serde(default)]
     pub drained: bool,
     /// The GPU reports errors. Programs are placed on it only if too few other GPUs are permitted.
-    #[serde(default)]
     pub failing: bool,
     /// The client that waits for its restore on this GPU, or is being restored.
-    #[serde(default)]
     pub returning: Option<Returning>,
     /// Clients whose restore has not ended in time, with the bytes that their contexts may still
     /// take at any moment.
-    #[serde(default)]
     pub overdue: BTreeMap<ClientId, u64>,
     pub rates: Rates,
-    #[serde(default)]
     pub others: Others,
 }
 
@@ -210,7 +202,6 @@ pub(crate) struct Attachment {
     keeps_growing: bool,
     /// How long room for the client's return is kept beside holders that cannot drain. 0: they have
     /// not kept the client from returning.
-    #[serde(default)]
     return_patience: Duration,
 }
 
@@ -225,35 +216,7 @@ struct Moved {
 
 impl Gpu {
     pub fn new(id: GpuId, total: u64) -> Self {
-        Self {
-            id,
-            total,
-            access: Access::default(),
-            measured: None,
-            incomplete: false,
-            trial: None,
-            verifies: false,
-            unmeasured: BTreeSet::new(),
-            attachments: BTreeMap::new(),
-            away: BTreeMap::new(),
-            lent: BTreeSet::new(),
-            holders: BTreeMap::new(),
-            preempted: None,
-            idle_for: None,
-            ledger: Ledger::default(),
-            measurement_requested: false,
-            contexts: ContextQueue::default(),
-            reservations: Vec::new(),
-            capacity: 0,
-            lacking: false,
-            has_only_clients: false,
-            drained: false,
-            failing: false,
-            returning: None,
-            overdue: BTreeMap::new(),
-            rates: Rates::default(),
-            others: Others::default(),
-        }
+        Self { id, total, ..Self::default() }
     }
 
     /// Opens an account for a client that is about to create a context.

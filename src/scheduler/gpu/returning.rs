@@ -34,7 +34,6 @@ pub(crate) struct Returning {
     /// Bytes set aside for the client's context.
     pub bytes: u64,
     /// The client's charge that the restore maps. It was lent to other clients until now.
-    #[serde(default)]
     pub lent: u64,
     /// When these bytes became free of other charges. `None`: other clients still have some of the
     /// bytes.
@@ -46,7 +45,6 @@ pub(crate) struct Returning {
     /// When a measurement was last requested.
     pub asked: Option<Time>,
     /// Since when the room does not fit beside holders that cannot drain.
-    #[serde(default)]
     pub lacks_since: Option<Time>,
 }
 

@@ -42,7 +42,6 @@ pub struct Machine {
     rules: Rules,
     quota: Quota,
     places: Placements,
-    #[serde(default)]
     sleep: Sleep,
     effects: Effects,
     /// The host is about to suspend.

@@ -48,7 +48,6 @@ pub(crate) struct Wanted {
     /// Determines the order of limit requests.
     pub number: u64,
     /// The bytes beyond the GPU's offer and the client's demand, for managed memory.
-    #[serde(default)]
     pub beyond: u64,
     /// Why the request waits until other clients free memory. Set when the client is notified.
     /// `None`: the request does not wait for memory.

@@ -97,7 +97,6 @@ pub(crate) struct Quota {
     stopped: BTreeSet<ClientId>,
     /// Clients that are off their GPUs, or are leaving or returning. Their limit is their present
     /// memory.
-    #[serde(default)]
     asleep: BTreeSet<ClientId>,
     /// Limit requests that are neither granted nor denied. Only `set_wanted` changes them.
     requests: BTreeSet<(GpuId, ClientId)>,
@@ -105,7 +104,6 @@ pub(crate) struct Quota {
     /// may exceed 64 bits.
     requested_beyond: u128,
     /// Clients for which room was set aside since the last call of `take_expected`.
-    #[serde(default)]
     expected: BTreeSet<ClientId>,
     /// Limits below their target while host memory is scarce. These limits rise as other clients
     /// acknowledge lower limits.
@@ -121,7 +119,6 @@ struct GpuLimits {
     /// The clients' demands, smallest first. Demands of 0 are left out.
     demands: BTreeSet<(u64, ClientId)>,
     held_requests: BTreeMap<ClientId, HeldRequest>,
-    #[serde(default)]
     coming: BTreeMap<ClientId, Coming>,
     /// Σ committed, including memory set aside for clients in `coming`.
     committed: u64,

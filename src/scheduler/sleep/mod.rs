@@ -109,10 +109,8 @@ struct Entry {
     is_paused: bool,
     /// One of the client's GPUs is drained. The client sleeps until the drain ends or the client is
     /// moved to another GPU.
-    #[serde(default)]
     is_drained: bool,
     /// GPUs that the client could not be moved to since its own GPU was drained.
-    #[serde(default)]
     missed: GpuSet,
     /// The client's unanswered move to another GPU.
     moving: Option<Moving>,
@@ -132,7 +130,6 @@ struct Entry {
     backoff: Duration,
     /// The delay before the helper is asked again for the state of the process. 0: the state is
     /// known, or the helper is asked immediately.
-    #[serde(default)]
     unknown: Duration,
     /// The time of the client's next check.
     due: Option<Time>,
@@ -146,7 +143,6 @@ struct Moving {
     /// this is false, the client still has to sleep.
     is_moved: bool,
     /// When the sleeping client stops waiting for limits to leave room on the new GPU.
-    #[serde(default)]
     until: Option<Time>,
 }
 

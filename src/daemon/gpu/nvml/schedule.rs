@@ -15,7 +15,7 @@ pub const LOOK: Duration = Duration::from_secs(5);
 pub const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
 /// The state that decides when NVML is opened and closed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Schedule {
     is_open: bool,
     /// The time of the last query.
@@ -46,14 +46,7 @@ pub enum Due {
 impl Schedule {
     /// Opens NVML immediately, to list the GPUs.
     pub fn new(now: Time) -> Self {
-        Self {
-            is_open: false,
-            asked: now,
-            released_until: None,
-            open: Some(now),
-            waited: Duration::ZERO,
-            look: now + LOOK,
-        }
+        Self { asked: now, open: Some(now), look: now + LOOK, ..Self::default() }
     }
 
     /// The next due action, which the caller must carry out.
