@@ -1,5 +1,6 @@
 //! The D-Bus object, on the bus and on the control socket. Runs on its own thread and runtime, so that
-//! no call can delay a hand-over. Exchanges messages with the scheduling loop through channels.
+//! no call can delay a hand-over. A request is a function that this thread sends to the scheduling loop,
+//! and that the loop calls. Values for properties and signals come from the loop in one watch.
 //!
 //! - `connections`: the bus and the control socket.
 //! - `object`: methods and properties; `served`: their dispatch by zbus; `options`: their dictionaries of
