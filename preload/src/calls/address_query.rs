@@ -224,10 +224,12 @@ pub fn attributes(
     }
     let answer = |write: &dyn Fn(P, i32) -> Option<CUresult>| {
         let result = real();
-        for i in 0..if result == SUCCESS { n as usize } else { 0 } {
-            // SAFETY: `which` and `data` are the program's arrays of length `n`.
-            let (which, data) = unsafe { (*which.add(i), *data.add(i)) };
-            write(data, which);
+        if result == SUCCESS {
+            for i in 0..n as usize {
+                // SAFETY: `which` and `data` are the program's arrays of length `n`.
+                let (which, data) = unsafe { (*which.add(i), *data.add(i)) };
+                write(data, which);
+            }
         }
         result
     };

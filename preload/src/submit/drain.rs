@@ -104,9 +104,7 @@ impl Work {
         }
         true
     }
-}
 
-impl Work {
     /// Like [`is_done`](Self::is_done), for a fence that `record` records at the first query at which that is
     /// possible.
     pub fn has_ended(&self, fence: &mut Option<Fence>, record: impl FnOnce() -> Option<Fence>) -> bool {
