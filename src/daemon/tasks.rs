@@ -12,7 +12,7 @@ use tokio::task::{spawn_blocking, spawn_local};
 use crate::daemon::checkpoint::{Helpers, Operation, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::control::views::Views;
-use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, Published, SAMPLE_QUIET};
+use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, Published, SAMPLE_QUIET, replace};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::hibernate;
 use crate::daemon::swap_files::Keeper;
@@ -123,10 +123,14 @@ pub fn start(core: &Rc<RefCell<Core>>) {
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
     spawn_local(publish(core.clone(), PUBLISHING_PERIOD, |core, published| {
-        (published.holders, published.clients) = (core.model.holders(), core.model.client_pids());
-        (published.gpus, published.attached) = (core.model.present_gpus(), core.model.has_attachments());
+        replace(&mut published.holders, core.model.holders())
+            | replace(&mut published.clients, core.model.client_pids())
+            | replace(&mut published.gpus, core.model.present_gpus())
+            | replace(&mut published.attached, core.model.has_attachments())
     }));
-    spawn_local(publish(core.clone(), CHANGES_PERIOD, |core, published| published.states = core.model.gpu_states()));
+    spawn_local(publish(core.clone(), CHANGES_PERIOD, |core, published| {
+        replace(&mut published.states, core.model.gpu_states())
+    }));
     spawn_local(announce_rules(core.clone()));
     spawn_local(save_usage(core.clone()));
 }
@@ -209,7 +213,7 @@ async fn announce_rules(core: Rc<RefCell<Core>>) {
 }
 
 /// Publishes a part of the state for D-Bus after each event, at most once in `period`.
-async fn publish(core: Rc<RefCell<Core>>, period: Duration, update: fn(&Core, &mut Published)) {
+async fn publish(core: Rc<RefCell<Core>>, period: Duration, update: fn(&Core, &mut Published) -> bool) {
     let mut events = core.borrow().io.signals.events.subscribe();
     loop {
         {

@@ -465,7 +465,7 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "invalidates"))]
     fn holders(&self) -> Holders {
-        self.shared.visible(&self.shared.published.borrow()).holders
+        if self.shared.is_visitor { Holders::new() } else { self.shared.published.borrow().holders.clone() }
     }
 
     #[zbus(property(emits_changed_signal = "false"))]

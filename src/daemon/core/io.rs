@@ -127,13 +127,9 @@ impl Io {
         }
     }
 
-    /// Publishes values if they differ from the present ones.
-    pub fn publish(&self, change: impl FnOnce(&mut Published)) {
-        self.published.send_if_modified(|published| {
-            let before = published.clone();
-            change(published);
-            *published != before
-        });
+    /// Publishes values if `change` has changed any, and so returns true: see [`replace`].
+    pub fn publish(&self, change: impl FnOnce(&mut Published) -> bool) {
+        self.published.send_if_modified(change);
     }
 
     /// Publishes the problems after a change.
@@ -142,6 +138,13 @@ impl Io {
         let configuration = configuration.as_ref();
         let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));
         let all = [configuration, metrics.clone(), usage.clone(), model.driver_problem()];
-        self.publish(|published| published.problems = all.into_iter().flatten().collect());
+        self.publish(|published| replace(&mut published.problems, all.into_iter().flatten().collect()));
     }
+}
+
+/// Replaces a value. Returns whether it has changed.
+pub fn replace<T: PartialEq>(value: &mut T, now: T) -> bool {
+    let is_new = *value != now;
+    *value = now;
+    is_new
 }

@@ -75,7 +75,7 @@ mod views;
 pub use clients::MAX_DEVICES;
 pub use counts::{Counted, Waits, Workload, container_name};
 pub use hibernation::{ABSENCE, Candidate, Departure};
-pub use io::{Published, SAMPLE_QUIET};
+pub use io::{Published, SAMPLE_QUIET, replace};
 pub use measure::EXIT_TIME;
 pub use model::{Arrival, Holders, LockFiles, NamedGpu};
 pub use placement::may_lock;

@@ -14,7 +14,7 @@ use tracing::{debug, warn};
 
 use super::containers::Containers;
 use super::host::Host;
-use super::io::{Io, Problems};
+use super::io::{Io, Problems, replace};
 use super::measure::{allowed, reporter, unmeasured};
 use super::model::{Arrival, Model, Wanted};
 use super::moves;
@@ -607,7 +607,7 @@ impl Core {
         if before != settings {
             log(&before, &settings);
             self.apply(Event::Configure(settings.clone()));
-            self.io.publish(|published| published.settings = settings);
+            self.io.publish(|published| replace(&mut published.settings, settings));
         }
     }
 
