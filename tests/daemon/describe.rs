@@ -47,16 +47,16 @@ fn a_description_has_the_holder_the_queue_and_the_matching_programs() {
         let scheduler = scheduler(&connection).await;
         for (option, value, said) in [
             ("count", Variant::from(51_u32), "the option count cannot be 51: at most 50 is allowed"),
-            ("find", Variant::from(1_u32), "wrong option: invalid type: integer `1`, expected a string in `find`"),
+            ("find", Variant::from(1_u32), "wrong options: invalid type: integer `1`, expected a string in `find`"),
             (
                 "order",
                 Variant::from("x"),
-                "wrong option: unknown variant `x`, expected one of `memory`, `time`, `wait`, `name` in `order`",
+                "wrong options: unknown variant `x`, expected one of `memory`, `time`, `wait`, `name` in `order`",
             ),
             (
                 "x",
                 Variant::from(1_u32),
-                "wrong option: unknown field `x`, expected one of `gpu`, `find`, `order`, `first`, `count`, `pid`",
+                "wrong options: unknown option `x`, expected one of `gpu`, `find`, `order`, `first`, `count`, `pid`",
             ),
             ("pid", Variant::from(1_u32), "no program under nvshare has process ID 1"),
         ] {

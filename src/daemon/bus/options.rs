@@ -49,6 +49,13 @@ struct TimelineOptions {
     last: Option<u32>,
 }
 
+/// Words in serde's errors, and the words for callers.
+const WORDS: [(&str, &str); 3] = [
+    ("unknown field", "unknown option"),
+    ("there are no fields", "none is allowed"),
+    ("expected u32", "expected a whole number"),
+];
+
 fn wrong(text: impl Into<String>) -> fdo::Error {
     fdo::Error::InvalidArgs(text.into())
 }
@@ -56,8 +63,13 @@ fn wrong(text: impl Into<String>) -> fdo::Error {
 /// Parses options.
 pub fn parse<T: DeserializeOwned>(options: &HashMap<String, OwnedVariant>) -> fdo::Result<T> {
     let table = rules::table(options).map_err(wrong)?;
-    let wrong_option = |e: toml::de::Error| wrong(format!("wrong option: {}", e.to_string().trim().replace('\n', " ")));
-    table.try_into().map_err(wrong_option)
+    table.try_into().map_err(|e: toml::de::Error| {
+        let mut text = e.to_string().trim().replace('\n', " ");
+        for (serde, ours) in WORDS {
+            text = text.replace(serde, ours);
+        }
+        wrong(format!("wrong options: {text}"))
+    })
 }
 
 /// Parses the options of a room. Returns the time for which the room is kept after each renewal.
