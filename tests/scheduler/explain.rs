@@ -188,14 +188,7 @@ fn obstacles_that_rules_set_are_named() {
     t.request(2);
     assert_eq!((t.state(1), of(&t, 2).obstacle), (LockState::Revoking, Some(Obstacle::TimeMax(ms(250)))));
 
-    let mut t = Talk::in_mode(AntiThrash::On);
-    let waits = RuleLimits { on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() };
-    for n in [1, 2] {
-        t.join(n, 0);
-        t.put(&[n], RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..waits });
-        t.report(1, 6 * GIB, 0, 0);
-        t.map(n);
-    }
+    let mut t = Talk::with_shared_limit();
     t.wish(2, 4 * GIB);
     assert_eq!((of(&t, 1).obstacle, of(&t, 2).obstacle), (None, Some(Obstacle::Memory(4 * GIB))));
 

@@ -192,22 +192,6 @@ fn on_two_gpus(anti_thrash: AntiThrash, clients: &[(u64, u64, u64)]) -> Talk {
     t
 }
 
-fn ask(t: &mut Talk, n: u64, at: u64) -> Vec<Command> {
-    t.say(Event::Requested { client: client(n), gpus: gpus([at]) })
-}
-
-fn leave(t: &mut Talk, n: u64, at: u64, reason: ReleaseReason) -> Vec<Command> {
-    t.say(Event::Released { client: client(n), gpus: gpus([at]), reason, busy: Duration::ZERO })
-}
-
-fn granted(n: u64, at: u64) -> Command {
-    Command::Grant { client: client(n), gpus: gpus([at]) }
-}
-
-fn revoked(n: u64, at: u64) -> Command {
-    Command::Revoke { client: client(n), gpus: gpus([at]) }
-}
-
 /// Clients 1 and 2 are a gang, and so are clients 3 and 4. The first client of each gang is on GPU 0,
 /// and the other one on GPU 1. Client 1 has GPU 0.
 fn with_conflicting_gangs(anti_thrash: AntiThrash) -> Talk {
@@ -227,45 +211,45 @@ fn a_gang_is_granted_other_gpus_as_soon_as_a_conflicting_gang_has_left() {
         Event::Disconnected { client: client(2) },
     ] {
         let mut t = with_conflicting_gangs(AntiThrash::On);
-        ask(&mut t, 4, 1);
+        t.request_on(4, [1]);
         t.after(ms(50));
         assert_eq!(t.state(4), LockState::Waiting, "the other gang runs");
-        assert!(t.say(leaves.clone()).contains(&granted(4, 1)), "{leaves:?}");
+        assert!(t.say(leaves.clone()).contains(&grant_on(4, 1)), "{leaves:?}");
     }
 }
 
 #[test]
 fn conflicting_gangs_run_together_without_turns() {
     let mut t = with_conflicting_gangs(AntiThrash::Off);
-    let commands = ask(&mut t, 4, 1);
-    assert!(commands.contains(&granted(4, 1)), "{commands:?}");
+    let commands = t.request_on(4, [1]);
+    assert!(commands.contains(&grant_on(4, 1)), "{commands:?}");
     assert!(!t.after(Duration::from_secs(60)).iter().any(|c| matches!(c, Command::Revoke { .. })));
 }
 
 #[test]
 fn a_gangs_turn_includes_the_turns_of_members_that_have_left() {
     let mut t = with_conflicting_gangs(AntiThrash::On);
-    leave(&mut t, 1, 0, ReleaseReason::Idle);
+    t.release_on(1, 0, ReleaseReason::Idle);
     t.after(Duration::from_secs(2));
-    ask(&mut t, 1, 0);
-    ask(&mut t, 4, 1);
+    t.request_on(1, [0]);
+    t.request_on(4, [1]);
     t.after(ms(800));
-    assert!(ask(&mut t, 2, 1).contains(&granted(2, 1)), "its gang has its turn");
+    assert!(t.request_on(2, [1]).contains(&grant_on(2, 1)), "its gang has its turn");
     t.after(ms(100));
-    leave(&mut t, 1, 0, ReleaseReason::Idle);
+    t.release_on(1, 0, ReleaseReason::Idle);
     t.after(ms(99));
     assert_eq!(t.state(2), LockState::Holding);
-    assert!(t.after(ms(1)).contains(&revoked(2, 1)), "the gang has had a time quantum");
+    assert!(t.after(ms(1)).contains(&revoke_on(2, 1)), "the gang has had a time quantum");
 }
 
 #[test]
 fn a_gang_precedes_other_clients_only_during_its_turn() {
     let mut t = on_two_gpus(AntiThrash::On, &[(1, 1, 0), (2, 1, 1), (3, 0, 1), (4, 0, 1)]);
-    ask(&mut t, 3, 1);
-    ask(&mut t, 4, 1);
-    ask(&mut t, 1, 0);
+    t.request_on(3, [1]);
+    t.request_on(4, [1]);
+    t.request_on(1, [0]);
     t.after(ms(100));
-    ask(&mut t, 2, 1);
+    t.request_on(2, [1]);
     let queue = |t: &Talk| t.machine.gpus()[1].waiters.iter().map(|waiter| waiter.client).collect::<Vec<_>>();
     assert_eq!(queue(&t), [client(2), client(4)]);
     let explanation = t.machine.explain(client(4), t.now).next().expect("it has a GPU");
@@ -279,46 +263,46 @@ fn a_gang_precedes_other_clients_only_during_its_turn() {
 fn a_gpu_is_kept_for_a_draining_gang_if_a_member_left_it_during_the_turn() {
     for leaves_during_the_turn in [false, true] {
         let mut t = on_two_gpus(AntiThrash::On, &[(1, 1, 0), (2, 1, 1), (3, 0, 1), (4, 0, 0)]);
-        ask(&mut t, 3, 1);
-        ask(&mut t, 1, 0);
-        ask(&mut t, 2, 1);
+        t.request_on(3, [1]);
+        t.request_on(1, [0]);
+        t.request_on(2, [1]);
         t.after(ms(10));
         let leaving = if leaves_during_the_turn { [(3, 1), (1, 0)] } else { [(1, 0), (3, 1)] };
-        leaving.into_iter().for_each(|(n, at)| drop(leave(&mut t, n, at, ReleaseReason::Idle)));
+        leaving.into_iter().for_each(|(n, at)| drop(t.release_on(n, at, ReleaseReason::Idle)));
         assert_eq!(t.state(2), LockState::Holding);
-        ask(&mut t, 3, 1);
-        assert_eq!(t.after(Duration::from_secs(1)), [revoked(2, 1)]);
-        assert_eq!(ask(&mut t, 4, 0).contains(&granted(4, 0)), !leaves_during_the_turn);
-        let commands = leave(&mut t, 2, 1, ReleaseReason::Revoked);
-        assert_eq!(commands.contains(&granted(4, 0)), leaves_during_the_turn, "{commands:?}");
+        t.request_on(3, [1]);
+        assert_eq!(t.after(Duration::from_secs(1)), [revoke_on(2, 1)]);
+        assert_eq!(t.request_on(4, [0]).contains(&grant_on(4, 0)), !leaves_during_the_turn);
+        let commands = t.release_on(2, 1, ReleaseReason::Revoked);
+        assert_eq!(commands.contains(&grant_on(4, 0)), leaves_during_the_turn, "{commands:?}");
     }
 }
 
 #[test]
 fn a_gpu_on_which_a_member_has_never_run_is_not_kept_for_its_gang() {
     let mut t = on_two_gpus(AntiThrash::On, &[(2, 1, 1), (3, 0, 1), (4, 0, 0)]);
-    ask(&mut t, 2, 1);
+    t.request_on(2, [1]);
     t.after(ms(10));
     t.say(Event::Connected { client: client(1), gang: 1, tenant: TenantId(1) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
-    ask(&mut t, 3, 1);
-    assert_eq!(t.after(Duration::from_secs(1)), [revoked(2, 1)]);
-    assert!(ask(&mut t, 4, 0).contains(&granted(4, 0)));
+    t.request_on(3, [1]);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke_on(2, 1)]);
+    assert!(t.request_on(4, [0]).contains(&grant_on(4, 0)));
 }
 
 #[test]
 fn a_withdrawn_revoke_frees_a_gpu_that_was_kept_for_the_gang() {
     let mut t = on_two_gpus(AntiThrash::On, &[(1, 1, 0), (2, 1, 1), (3, 0, 1), (4, 0, 0)]);
-    ask(&mut t, 1, 0);
-    ask(&mut t, 2, 1);
-    ask(&mut t, 3, 1);
-    assert_eq!(t.after(Duration::from_secs(1)), [revoked(1, 0), revoked(2, 1)]);
-    leave(&mut t, 1, 0, ReleaseReason::Revoked);
+    t.request_on(1, [0]);
+    t.request_on(2, [1]);
+    t.request_on(3, [1]);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke_on(1, 0), revoke_on(2, 1)]);
+    t.release_on(1, 0, ReleaseReason::Revoked);
     t.say(Event::Stuck { client: client(2), gpus: gpus([1]), reason: StuckReason::NeedsHost });
-    assert_eq!(ask(&mut t, 4, 0), []);
+    assert_eq!(t.request_on(4, [0]), []);
     t.say(Event::Disconnected { client: client(3) });
     let commands = t.after(ms(100));
-    assert_eq!((t.state(2), commands.contains(&granted(4, 0))), (LockState::Holding, true), "{commands:?}");
+    assert_eq!((t.state(2), commands.contains(&grant_on(4, 0))), (LockState::Holding, true), "{commands:?}");
 }
 
 #[test]
@@ -326,14 +310,14 @@ fn a_gang_has_the_worst_class_of_its_members() {
     let mut t = on_two_gpus(AntiThrash::On, &[(1, 0, 0), (2, 0, 1), (3, 0, 1)]);
     let share = Share { interactive: true, ..Share::default() };
     t.put(&[1, 2], RuleLimits { gang: true, share: Some(share), ..RuleLimits::default() });
-    ask(&mut t, 2, 1);
-    ask(&mut t, 3, 1);
-    assert!(t.after(Duration::from_secs(1)).contains(&revoked(2, 1)));
-    leave(&mut t, 2, 1, ReleaseReason::Revoked);
+    t.request_on(2, [1]);
+    t.request_on(3, [1]);
+    assert!(t.after(Duration::from_secs(1)).contains(&revoke_on(2, 1)));
+    t.release_on(2, 1, ReleaseReason::Revoked);
     assert_eq!(t.state(3), LockState::Holding);
     // The group has used more than its share of GPU 1, but not of GPU 0.
-    ask(&mut t, 1, 0);
-    ask(&mut t, 2, 1);
+    t.request_on(1, [0]);
+    t.request_on(2, [1]);
     t.after(ms(500));
     assert_eq!(t.state(3), LockState::Holding);
 }
@@ -341,7 +325,7 @@ fn a_gang_has_the_worst_class_of_its_members() {
 #[test]
 fn a_stuck_member_becomes_undrainable_for_a_conflicting_gang_on_another_gpu() {
     let mut t = with_conflicting_gangs(AntiThrash::On);
-    assert!(ask(&mut t, 4, 1).contains(&revoked(1, 0)));
+    assert!(t.request_on(4, [1]).contains(&revoke_on(1, 0)));
     for _ in 0..30 {
         assert_eq!(t.state(4), LockState::Waiting);
         t.say(Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::NeedsHost });

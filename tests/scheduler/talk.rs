@@ -101,11 +101,19 @@ impl Talk {
     }
 
     pub fn request(&mut self, n: u64) -> Vec<Command> {
-        self.say(Event::Requested { client: client(n), gpus: gpus([0]) })
+        self.request_on(n, [0])
     }
 
     pub fn release(&mut self, n: u64, reason: ReleaseReason) -> Vec<Command> {
-        self.say(Event::Released { client: client(n), gpus: gpus([0]), reason, busy: Duration::ZERO })
+        self.release_on(n, 0, reason)
+    }
+
+    pub fn request_on<const N: usize>(&mut self, n: u64, at: [u64; N]) -> Vec<Command> {
+        self.say(Event::Requested { client: client(n), gpus: gpus(at) })
+    }
+
+    pub fn release_on(&mut self, n: u64, at: u64, reason: ReleaseReason) -> Vec<Command> {
+        self.say(Event::Released { client: client(n), gpus: gpus([at]), reason, busy: Duration::ZERO })
     }
 
     pub fn stuck(&mut self, n: u64, reason: StuckReason) -> Vec<Command> {
@@ -119,6 +127,20 @@ impl Talk {
         t.join(2, GIB);
         t.request(1);
         t.request(2);
+        t
+    }
+
+    /// Returns a machine on which clients 1 and 2 may have 8 GiB together. Client 1 needs 6 of them. If client 2
+    /// wants more than the rest, it waits.
+    pub fn with_shared_limit() -> Self {
+        let mut t = Self::in_mode(AntiThrash::On);
+        let waits = RuleLimits { on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() };
+        for n in [1, 2] {
+            t.join(n, 0);
+            t.put(&[n], RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..waits });
+            t.report(1, 6 * GIB, 0, 0);
+            t.map(n);
+        }
         t
     }
 
@@ -150,11 +172,19 @@ impl Talk {
 }
 
 pub fn grant(n: u64) -> Command {
-    Command::Grant { client: client(n), gpus: gpus([0]) }
+    grant_on(n, 0)
+}
+
+pub fn grant_on(n: u64, at: u64) -> Command {
+    Command::Grant { client: client(n), gpus: gpus([at]) }
 }
 
 pub fn revoke(n: u64) -> Command {
-    Command::Revoke { client: client(n), gpus: gpus([0]) }
+    revoke_on(n, 0)
+}
+
+pub fn revoke_on(n: u64, at: u64) -> Command {
+    Command::Revoke { client: client(n), gpus: gpus([at]) }
 }
 
 pub fn undrainable(n: u64) -> Command {

@@ -126,14 +126,7 @@ fn a_client_stalls_while_it_waits_for_the_lock_a_context_or_memory() {
     t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
     assert_eq!(activity(&t, 3), STALLED);
 
-    let mut t = Talk::in_mode(AntiThrash::On);
-    let waits = RuleLimits { on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() };
-    for n in [1, 2] {
-        t.join(n, 0);
-        t.put(&[n], RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..waits });
-        t.report(1, 6 * GIB, 0, 0);
-        t.map(n);
-    }
+    let mut t = Talk::with_shared_limit();
     assert_eq!(activity(&t, 2), Activity::default());
     t.wish(2, 4 * GIB);
     assert_eq!((activity(&t, 2), t.machine.committed_or_requested(client(2), gpu(0))), (STALLED, 4 * GIB));
