@@ -2,15 +2,16 @@
 """Measures all figures of a GPU, in parts, the most important first.
 
   all.py [--programs target/card] [--only PART,...] [--budget SECONDS] [--json FILE] [--commit ID]
-         [--out DIR] [--tests DIR] [--original DIR] [--hami libvgpu.so] [--criu PROGRAM] [--again] [--list]
+         [--out DIR] [--tests DIR] [--original DIR] [--hami libvgpu.so] [--criu PROGRAM] [--touch GIB] [--again]
+         [--list]
 
 Each part is one of the other benchmarks, and writes its figures to FILE when it has measured them. A
 part is skipped if FILE already has all its figures, of the same commit and GPU. So a run that was
 interrupted or whose budget was spent continues when it is repeated. A part only begins if the rest of
 the budget is enough for it; none needs more than nine minutes. The outputs of the parts are in DIR.
 
-Before the first part, most of the host's memory is written to once. A virtual machine's host provides
-memory at the first write, which can be slower than anything that is measured.
+With --touch, this many GiB of host memory are written to once before the first part. A virtual machine's
+host provides memory at the first write, which can be slower than anything that is measured.
 
 A part that needs more GPUs or Python packages than there are is skipped, and named. `make card`
 builds what --programs contains, for a machine without Rust. peers.py describes --original and --hami,
@@ -262,6 +263,7 @@ def main():
     parser.add_argument("--original", type=absolute)
     parser.add_argument("--hami", type=absolute)
     parser.add_argument("--criu", type=absolute)
+    parser.add_argument("--touch", type=int, default=0, help="GiB of host memory to write to first")
     parser.add_argument("--again", action="store_true", help="also measure what FILE has already")
     parser.add_argument("--list", action="store_true", help="print the parts, and measure nothing")
     arguments = parser.parse_args()
@@ -275,8 +277,8 @@ def main():
     arguments.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + arguments.budget
     count, hardware, failed = gpus(), figures.hardware(), False
-    gib, rate = stage.touch_host_memory()
-    print(f"touched {gib} GiB of host memory at {rate:.1f} GiB/s", flush=True)
+    if arguments.touch:
+        print(f"wrote to host memory at {stage.touch_host_memory(arguments.touch):.1f} GiB/s", flush=True)
     for part in PARTS:
         if part.name not in arguments.only:
             continue

@@ -210,22 +210,23 @@ def end(*children, patience=20):
     return left
 
 
-def touch_host_memory(part=0.8):
-    """Writes once to this part of the host's memory. A virtual machine's host provides memory at the first
-    write, which can be slower than anything that is measured. Returns the GiB, and the GiB per second."""
+def touch_host_memory(gib):
+    """Writes once to this many GiB of the host's memory. A virtual machine's host provides memory at the first
+    write, which can be slower than anything that is measured. Returns the GiB per second."""
     populate_write, huge, piece = 23, 14, 1 << 30
-    pieces = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * part) // piece
-    memory = mmap.mmap(-1, pieces * piece, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, gib * piece, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
     def touch(at):
-        for advice in huge, populate_write:
-            LIBC.madvise(ctypes.c_void_p(base + at * piece), ctypes.c_size_t(piece), advice)
+        place, size = ctypes.c_void_p(base + at * piece), ctypes.c_size_t(piece)
+        LIBC.madvise(place, size, huge)
+        if LIBC.madvise(place, size, populate_write):
+            raise SystemExit("cannot allocate host memory. This needs Linux 5.14")
 
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(touch, range(pieces)))
-    return pieces, pieces / (time.monotonic() - begun)
+        list(pool.map(touch, range(gib)))
+    return gib / (time.monotonic() - begun)
 
 
 class Driver:
