@@ -16,8 +16,8 @@ The modes are:
 
 Prints a JSON line for each mode: the seconds until the first answer of each server, from the
 question that starts it; the seconds from a later question to its answer (median and longest); the
-number of answers, and of those that differ from the first mode's. The exit status is 1 if one
-differs. Needs a GPU, but not PyTorch. --out has all logs.
+number of answers, and of those that differ from the first mode's, if there are several modes. The
+exit status is 1 if one differs. Needs a GPU, but not PyTorch. --out has all logs.
 """
 
 import argparse
