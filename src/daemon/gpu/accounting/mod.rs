@@ -31,7 +31,9 @@
 //!   bytes, which no process uses, are the managed bytes and the rest: memory of the driver, and
 //!   managed memory of other programs. The rest is nearly constant and starts at the memory that the
 //!   driver reserves. It changes only if the managed bytes that clients have cannot explain the unlisted
-//!   bytes (`unlisted`).
+//!   bytes (`unlisted`). The unlisted bytes are an interval too, because NVML is asked for the memory in
+//!   use and for the processes one after the other: clients' memory may move in between, and a new context
+//!   is listed late.
 //! - With figures for the whole GPU, the clients' memory in use exceeds their mapped memory by no more
 //!   than the managed memory that they have not mapped.
 //! - A claim of managed bytes counts only up to the highest charge of the client. If the process is older
@@ -181,8 +183,13 @@ impl Accounting {
         let others = self.find_adopted(&of_clients, guess, others);
         let listed = of_others.into_iter().fold(sample.graphics, sum).min(others);
         let managed = clients.iter().fold(absent, |sum, client| sum.saturating_add(client.managed));
+        let moving = |process: &Process| {
+            let context = if process.is_new { guess } else { 0 };
+            process.most.saturating_sub(process.managed_mapped).saturating_sub(process.least).saturating_add(context)
+        };
+        let moving = of_clients.values().map(moving).fold(0, u64::saturating_add);
         let unlisted = self.unlisted.get_or_insert_with(|| Unlisted::new(sample.begun, sample.reserved));
-        unlisted.divide(sample.begun, others - listed, managed);
+        unlisted.divide(sample.begun, others - listed, moving, managed);
         let others = listed + unlisted.rest;
         self.others = others;
         let contexts = of_clients.values().map(|process| {

@@ -137,6 +137,22 @@ fn a_report_of_more_memory_than_is_in_use_does_not_shrink_the_context() {
     assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)), "more has been allocated");
 }
 
+/// Regression test: two programs stood still for 3 s. One had freed a chunk and the other had mapped one
+/// between two calls of NVML, which looked like growth of a third program.
+#[test]
+fn memory_that_moves_during_a_sample_is_not_growth_of_other_programs() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(5300, &[(1, 4000), (2, 500)]), &[client(1, 4000), client(2, 500)]);
+    assert_eq!(accounting.others(), 800 * MIB);
+    let moved = [moving(1, 3936, 4000), moving(2, 500, 564)];
+    told(&mut accounting, &sample(5300, &[(1, 3936), (2, 500)]), &moved);
+    assert_eq!(accounting.others(), 800 * MIB);
+    told(&mut accounting, &sample(5600, &[(1, 3936), (2, 500)]), &moved);
+    assert_eq!(accounting.others(), (5600 - 3936 - 500 - 128) * MIB, "more has grown than moved");
+    told(&mut accounting, &sample(5700, &[(1, 3936), (2, 564), (3, 100)]), &[client(1, 3936), client(2, 564)]);
+    assert_eq!(accounting.others(), 1200 * MIB);
+}
+
 #[test]
 fn a_growing_context_counts_beyond_the_guess() {
     let mut accounting = Accounting::default();

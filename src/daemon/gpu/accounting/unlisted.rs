@@ -16,6 +16,8 @@ pub struct Unlisted {
     /// The rest: memory of the driver, and managed memory of other programs. It is assumed to change only if
     /// clients' managed memory cannot explain the change.
     pub rest: u64,
+    /// The sum of both. `None`: nothing has been sampled yet.
+    bytes: Option<u64>,
     /// `rest` before its provisional growth, and when that growth began.
     settled: u64,
     since: Time,
@@ -24,16 +26,19 @@ pub struct Unlisted {
 impl Unlisted {
     /// The estimate before the first sample. `reserved`: the memory that the driver always uses.
     pub fn new(now: Time, reserved: u64) -> Self {
-        Self { managed: 0, rest: reserved, settled: reserved, since: now }
+        Self { managed: 0, rest: reserved, bytes: None, settled: reserved, since: now }
     }
 
-    /// Divides the `bytes` that a sample shows under no process. `managed`: the most managed bytes that
-    /// clients have.
-    pub fn divide(&mut self, now: Time, bytes: u64, managed: u64) {
+    /// Divides the `bytes` that a sample shows under no process. They can be wrong by as much as `moving`: the
+    /// bytes that clients may have mapped or freed since the sample began. `managed`: the most managed bytes
+    /// that clients have.
+    pub fn divide(&mut self, now: Time, bytes: u64, moving: u64, managed: u64) {
         if now >= self.since + PROVISIONAL {
             self.settled = self.rest;
         }
         let was_settled = self.rest <= self.settled;
+        let before = self.bytes.unwrap_or(bytes);
+        let bytes = *self.bytes.insert(before.clamp(bytes.saturating_sub(moving), bytes.saturating_add(moving)));
         self.rest = self.settled.clamp(bytes.saturating_sub(managed), bytes);
         self.managed = bytes - self.rest;
         self.settled = self.settled.min(self.rest);
@@ -51,7 +56,7 @@ mod tests {
     fn growth_of_the_rest_is_provisional_until_reports_have_arrived() {
         let mut unlisted = Unlisted::new(Time::ZERO, 5);
         let mut rest = |ms, bytes, managed| {
-            unlisted.divide(Duration::from_millis(ms), bytes, managed);
+            unlisted.divide(Duration::from_millis(ms), bytes, 0, managed);
             assert_eq!(unlisted.managed + unlisted.rest, bytes);
             unlisted.rest
         };
@@ -66,5 +71,19 @@ mod tests {
         assert_eq!(rest(22_100, 22, 20), 14, "a late claim");
         assert_eq!(rest(22_200, 9, 20), 9, "the memory is no longer in use");
         assert_eq!(rest(22_300, 14, 20), 9);
+    }
+
+    #[test]
+    fn memory_that_moves_during_a_sample_does_not_change_the_rest() {
+        let mut unlisted = Unlisted::new(Time::ZERO, 100);
+        let mut divide = |ms, bytes, moving, managed| {
+            unlisted.divide(Duration::from_millis(ms), bytes, moving, managed);
+            (unlisted.rest, unlisted.managed)
+        };
+        assert_eq!(divide(0, 100, 0, 0), (100, 0));
+        assert_eq!(divide(5000, 164, 64, 0), (100, 0), "a chunk was freed before the processes were listed");
+        assert_eq!(divide(5100, 36, 64, 0), (100, 0), "a chunk was mapped before the processes were listed");
+        assert_eq!(divide(5200, 174, 64, 0), (110, 0), "another program must have grown");
+        assert_eq!(divide(5300, 108, 0, 0), (108, 0), "at rest, the sample is exact");
     }
 }
