@@ -92,6 +92,7 @@ impl<'a> Model<'a> {
             fills: self.gpus.get(id).map_or(Duration::ZERO, |gpu| gpu.rates.both_ways(self.need(client, id), None)),
             batch: self.shares().share_of(client).weight == 0,
             waited: hold.waited(self.now),
+            first_burst: self.gpus.history(client, id).and_then(|history| history.bursts.first()),
             aged: hold.aged,
             same_owner: first.is_none_or(|first| self.owner_of(first) == self.shares().owner(client)),
             other_owner_after: self.other_owner_after(client, id, hold),

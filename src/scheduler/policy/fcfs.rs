@@ -9,7 +9,9 @@
 //! to need. Two clients with equal bursts thus finish their bursts (two half-busy jobs overlap
 //! perfectly), and a short burst soon ends a long turn. The rule amounts to least attained service.
 //! Burst lengths are heavy-tailed, so the GPU time that a client has used since its last idle time
-//! predicts the GPU time that it still needs.
+//! predicts the GPU time that it still needs. It predicts little while neither client has ended a
+//! burst and both began at about the same time: alternating turns would then let both bursts end
+//! late. So the holder first has [`FIRST_TURN`] of GPU time.
 //!
 //! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
 //! lower class waits until the holder runs out of work. With many waiting clients, `auto` shortens
@@ -33,6 +35,11 @@ use crate::{
 };
 use std::time::Duration;
 
+/// The GPU time of a client in its first burst after which its turn can end, if the waiting client
+/// is in its first burst too. Measuring turns precede this turn, so a client whose bursts are
+/// shorter than [`MEASURED`] never waits for it.
+const FIRST_TURN: Duration = Duration::from_secs(5);
+
 #[derive(Debug)]
 pub(super) struct Fcfs;
 
@@ -55,7 +62,9 @@ impl Policy for Fcfs {
         } else if first.unmeasured {
             SHORTEST_TURN
         } else {
-            a_little_more(first.burst).max(SHORTEST_TURN).min(settings.time_quantum)
+            let rest = holder.first_burst.filter(|_| first.is_first_burst);
+            let rest = rest.map_or(Duration::ZERO, |before| FIRST_TURN.saturating_sub(before));
+            a_little_more(first.burst).max(rest).max(SHORTEST_TURN).min(settings.time_quantum)
         };
         let share = match settings.max_wait {
             Duration::ZERO => Duration::MAX,

@@ -43,6 +43,12 @@ impl Bursts {
         self.attained.saturating_add(contended).max(self.estimate.unwrap_or(FIRST_BURST))
     }
 
+    /// The GPU time of the client's first burst before the current turn. `None`: that burst has
+    /// ended.
+    pub fn first(&self) -> Option<Duration> {
+        self.estimate.is_none().then_some(self.attained)
+    }
+
     /// Records the end of a turn. An uncontended holder keeps the lock while it is idle, so its
     /// uncontended time counts for at most one burst.
     pub fn ran(&mut self, contended: Duration, uncontended: Duration, busy: Duration, idle: bool) {

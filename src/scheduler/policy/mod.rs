@@ -58,6 +58,8 @@ pub(crate) struct Waiter {
     pub precedence: Precedence,
     /// The expected time until the client runs out of work.
     pub burst: Duration,
+    /// None of the request's clients has ended a burst on the GPU.
+    pub is_first_burst: bool,
     /// The time to move the request's missing bytes out and back in. For the first request in the
     /// queue, only bytes that holders must give up are counted.
     pub moving: Duration,
@@ -118,6 +120,8 @@ pub(crate) struct Holder {
     /// part of this turn.
     pub attained: Duration,
     pub waited: Duration,
+    /// The GPU time of the holder's first burst before this turn. `None`: that burst has ended.
+    pub first_burst: Option<Duration>,
     /// The time to move out and back in the bytes that the first waiting request lacked when it
     /// became the first.
     pub exchange: Duration,

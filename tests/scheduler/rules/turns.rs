@@ -206,6 +206,8 @@ fn auto_keeps_turns_short_if_no_memory_moves() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, GIB);
     t.join(2, GIB);
+    t.request(2);
+    t.release(2, ReleaseReason::Idle);
     t.request(1);
     t.after(Duration::from_secs(5));
     t.request(2);
@@ -215,6 +217,27 @@ fn auto_keeps_turns_short_if_no_memory_moves() {
     t.request(1);
     t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 1000 });
     assert_eq!(t.after(ms(249)), [], "a quarter more than the 200 ms that the waiter is taken to need");
+    assert_eq!(t.after(ms(1)), [revoke(2)]);
+}
+
+#[test]
+fn the_first_of_two_first_bursts_may_end() {
+    let mut t = Talk::new(settings(AntiThrash::Auto, Duration::from_secs(30)));
+    for n in [1, 2] {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    for n in [1, 2] {
+        assert_eq!(t.after(ms(150)), [revoke(n)], "measured first, so that a short burst need not wait");
+        t.release(n, ReleaseReason::Revoked);
+        t.request(n);
+        t.say(Event::Utilization { client: client(n), gpu: gpu(0), permille: 1000 });
+    }
+    assert_eq!(t.after(ms(4849)), [], "5 s in total");
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    assert_eq!(t.after(ms(6249)), [], "a quarter more than client 1 is expected to need");
     assert_eq!(t.after(ms(1)), [revoke(2)]);
 }
 
