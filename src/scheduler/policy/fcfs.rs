@@ -38,7 +38,7 @@ use std::time::Duration;
 /// The GPU time of a client in its first burst after which its turn can end, if the waiting client
 /// is in its first burst too. Measuring turns precede this turn, so a client whose bursts are
 /// shorter than [`MEASURED`] never waits for it.
-const FIRST_TURN: Duration = Duration::from_secs(5);
+const FIRST_TURN: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
 pub(super) struct Fcfs;

@@ -233,11 +233,11 @@ fn the_first_of_two_first_bursts_may_end() {
         t.request(n);
         t.say(Event::Utilization { client: client(n), gpu: gpu(0), permille: 1000 });
     }
-    assert_eq!(t.after(ms(4849)), [], "5 s in total");
+    assert_eq!(t.after(ms(9849)), [], "10 s in total");
     assert_eq!(t.after(ms(1)), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    assert_eq!(t.after(ms(6249)), [], "a quarter more than client 1 is expected to need");
+    assert_eq!(t.after(ms(12_499)), [], "a quarter more than client 1 is expected to need");
     assert_eq!(t.after(ms(1)), [revoke(2)]);
 }
 
