@@ -193,7 +193,8 @@ def measure(arguments):
                         daemon.terminate()
                         daemon.wait()
                         if arguments.records:
-                            shutil.copy(directory / "record.jsonl", arguments.records / f"{'+'.join(pair)}-{mode}-{number}.jsonl")
+                            arguments.records.mkdir(parents=True, exist_ok=True)
+                            shutil.copy(directory / "record.jsonl", arguments.records / f"{'-'.join(pair)}-{mode}-{number}.jsonl")
                 measured.append({"pair": "+".join(pair), "mode": mode, "seconds": taken, "right": right})
                 line += f"{statistics.median(taken):>8.2f}{' ' if right else '!'}"
             print(line, flush=True)
