@@ -281,7 +281,7 @@ impl Model<'_> {
         let request = self.queues.request(entity);
         Waiter {
             burst: histories().map(|history| history.bursts.expected()).max().unwrap_or_default(),
-            is_first_burst: histories().all(|history| history.bursts.first().is_some()),
+            is_first_burst: histories().all(|history| history.bursts.is_first()),
             moving: self.moving_both_ways(id, short, members),
             arrives: self.moving_both_ways(id, lacking, members),
             evicts: lacking > 0,

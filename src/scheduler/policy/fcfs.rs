@@ -10,8 +10,8 @@
 //! perfectly), and a short burst soon ends a long turn. The rule amounts to least attained service.
 //! Burst lengths are heavy-tailed, so the GPU time that a client has used since its last idle time
 //! predicts the GPU time that it still needs. It predicts little while neither client has ended a
-//! burst and both began at about the same time: alternating turns would then let both bursts end
-//! late. So the holder first has [`FIRST_TURN`] of GPU time.
+//! burst: two clients that began together would alternate until both bursts end together, late. So
+//! once their bursts are known to be long, the first of them has [`FIRST_TURN`].
 //!
 //! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
 //! lower class waits until the holder runs out of work. With many waiting clients, `auto` shortens
@@ -35,10 +35,10 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The GPU time of a client in its first burst after which its turn can end, if the waiting client
-/// is in its first burst too. Measuring turns precede this turn, so a client whose bursts are
-/// shorter than [`MEASURED`] never waits for it.
+/// The GPU time that a client in its first burst has before its turn ends, if the waiting client is in
+/// its first burst too and has had at least [`LONG`]. Clients with shorter bursts never wait for it.
 const FIRST_TURN: Duration = Duration::from_secs(10);
+const LONG: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 pub(super) struct Fcfs;
@@ -62,8 +62,8 @@ impl Policy for Fcfs {
         } else if first.unmeasured {
             SHORTEST_TURN
         } else {
-            let rest = holder.first_burst.filter(|_| first.is_first_burst);
-            let rest = rest.map_or(Duration::ZERO, |before| FIRST_TURN.saturating_sub(before));
+            let are_first = holder.is_first_burst && first.is_first_burst && first.burst >= LONG;
+            let rest = if are_first { FIRST_TURN.saturating_sub(holder.burst) } else { Duration::ZERO };
             a_little_more(first.burst).max(rest).max(SHORTEST_TURN).min(settings.time_quantum)
         };
         let share = match settings.max_wait {

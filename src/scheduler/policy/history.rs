@@ -43,10 +43,9 @@ impl Bursts {
         self.attained.saturating_add(contended).max(self.estimate.unwrap_or(FIRST_BURST))
     }
 
-    /// The GPU time of the client's first burst before the current turn. `None`: that burst has
-    /// ended.
-    pub fn first(&self) -> Option<Duration> {
-        self.estimate.is_none().then_some(self.attained)
+    /// Whether the client has not ended a burst yet.
+    pub fn is_first(&self) -> bool {
+        self.estimate.is_none()
     }
 
     /// Records the end of a turn. An uncontended holder keeps the lock while it is idle, so its

@@ -120,8 +120,10 @@ pub(crate) struct Holder {
     /// part of this turn.
     pub attained: Duration,
     pub waited: Duration,
-    /// The GPU time of the holder's first burst before this turn. `None`: that burst has ended.
-    pub first_burst: Option<Duration>,
+    /// The expected length of the holder's burst, which is at least its GPU time before this turn.
+    /// The next field tells whether the holder has not ended a burst on the GPU yet.
+    pub burst: Duration,
+    pub is_first_burst: bool,
     /// The time to move out and back in the bytes that the first waiting request lacked when it
     /// became the first.
     pub exchange: Duration,

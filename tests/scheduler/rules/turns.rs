@@ -221,24 +221,25 @@ fn auto_keeps_turns_short_if_no_memory_moves() {
 }
 
 #[test]
-fn the_first_of_two_first_bursts_may_end() {
+fn the_first_of_two_long_first_bursts_may_end() {
     let mut t = Talk::new(settings(AntiThrash::Auto, Duration::from_secs(30)));
     for n in [1, 2] {
         t.join(n, GIB);
         t.request(n);
     }
-    for n in [1, 2] {
-        assert_eq!(t.after(ms(150)), [revoke(n)], "measured first, so that a short burst need not wait");
+    let mut turn = |n, length: u64, why: &str| {
+        assert_eq!(t.after(ms(length - 1)), [], "{why}");
+        assert_eq!(t.after(ms(1)), [revoke(n)], "{why}");
         t.release(n, ReleaseReason::Revoked);
         t.request(n);
         t.say(Event::Utilization { client: client(n), gpu: gpu(0), permille: 1000 });
-    }
-    assert_eq!(t.after(ms(9849)), [], "10 s in total");
-    assert_eq!(t.after(ms(1)), [revoke(1)]);
-    t.release(1, ReleaseReason::Revoked);
-    t.request(1);
-    assert_eq!(t.after(ms(12_499)), [], "a quarter more than client 1 is expected to need");
-    assert_eq!(t.after(ms(1)), [revoke(2)]);
+    };
+    turn(1, 150, "as long as it takes to see how full a client keeps the GPU");
+    turn(2, 150, "the same");
+    turn(1, 188, "a quarter more than client 2 has had");
+    turn(2, 423, "a quarter more than client 1 has had");
+    turn(1, 10_000 - 338, "10 s in total, because client 2 has had more than half a second");
+    turn(2, 12_500, "a quarter more than client 1 has had");
 }
 
 #[test]
