@@ -32,6 +32,12 @@ clone() {
     git clone --quiet . target/figures
 }
 
+# Builds what the benchmarks start.
+programs() {
+    $cargo build --release --locked --manifest-path preload/Cargo.toml
+    $cargo build --release --locked -p nvshare -p nvshare-checkpoint -p cuda-programs -p cuda-sim -p nvml-sim
+}
+
 simulate() {
     $cargo build --release --locked --bin nvsharectl
     for _ in 1 2; do
@@ -43,6 +49,7 @@ simulate() {
 }
 
 aliases() {
+    programs
     tests/cuda-sim/install.sh target/simulator target/release
     LD_LIBRARY_PATH=$PWD/target/simulator CUDA_SIM_DIR=$PWD/target/simulated-gpu \
         python3 bench/gpu/queues.py --programs target/release --cases aliases --json "$json"
@@ -94,6 +101,7 @@ hibernations() {
 }
 
 send() {
+    programs
     make build STATIC= >&2
     bench/send.sh 5 | tee /dev/stderr >target/send
     note="medians of 5 rounds; simulated GPU, two booted Debian on one machine; contents cannot be compressed"
@@ -101,12 +109,13 @@ send() {
 }
 
 benches="events handover metrics top debug guest exposure hostile soak swap-file eight-jax field"
-$cargo build --release --locked --manifest-path preload/Cargo.toml
-$cargo build --release --locked -p nvshare -p nvshare-checkpoint -p cuda-programs -p cuda-sim -p nvml-sim
 for part in ${*:-$PARTS}; do
     echo "--- $part" >&2
     case " $benches " in
-    *" $part "*) $cargo bench --locked --bench "$part" -- --json "$json" ;;
+    *" $part "*)
+        programs
+        $cargo bench --locked --bench "$part" -- --json "$json"
+        ;;
     *)
         case " $PARTS $LONG " in
         *" $part "*) "$part" ;;
