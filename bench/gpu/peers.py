@@ -14,7 +14,9 @@ The setups are:
             programs; --hami is HAMi-core's library
   mps       under MPS
   nvshare   under nvshare
-If --original or --hami is missing, or if MPS does not start, the table contains the reason.
+If --original or --hami is missing, or if MPS does not start, the table contains the reason. A second
+line has the energy that the GPU used, in kilojoules, from the start of the first program until all are
+done. The energy of other programs on the GPU counts too.
 
 The cases are:
   half-fits, most-fits  two programs of 7.2 GiB with 17 GiB of room, which compute for 50 or 90 % of
@@ -337,13 +339,17 @@ def main():
                 if not math.isclose(left, room, abs_tol=0.5):
                     print(f"{case}: {left:.1f} GiB are free instead of {room}", file=sys.stderr)
                 measured[case] = {}
+                energy = []
                 for setup in setups:
+                    before = stage.joules()
                     measured[case][setup] = measure(case, setup, job, arguments, directory)
+                    energy.append("–" if before is None else f"{(stage.joules() - before) / 1000:.2f}")
                     if arguments.keep:
                         arguments.keep.write_text(json.dumps(measured, indent=1) + "\n")
             finally:
                 stage.end(holder)
-            print(f"| {case} | {' | '.join(text(measured[case][setup]) for setup in setups)} |", flush=True)
+            print(f"| {case} | {' | '.join(text(measured[case][setup]) for setup in setups)} |")
+            print(f"| {case}, kJ | {' | '.join(energy)} |", flush=True)
     if arguments.json:
         rows = []
         for case, results in measured.items():

@@ -229,6 +229,22 @@ def touch_host_memory(gib):
     return gib / (time.monotonic() - begun)
 
 
+def joules():
+    """Returns the energy that the first visible GPU has used since the driver was loaded, in joules; `None`
+    if NVML does not tell."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, energy = ctypes.c_void_p(), ctypes.c_ulonglong()
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    by_index = index.isdigit()
+    find = nvml.nvmlDeviceGetHandleByIndex_v2 if by_index else nvml.nvmlDeviceGetHandleByUUID
+    failed = nvml.nvmlInit_v2() or find(int(index) if by_index else index.encode(), ctypes.byref(device))
+    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(energy))
+    return None if failed else energy.value / 1000  # NVML counts millijoules
+
+
 class Driver:
     """The driver API, with a context on a GPU."""
 
