@@ -16,8 +16,7 @@ pub struct Unlisted {
     /// The rest: memory of the driver, and managed memory of other programs. It is assumed to change only if
     /// clients' managed memory cannot explain the change.
     pub rest: u64,
-    /// The sum of both. `None`: nothing has been sampled yet.
-    bytes: Option<u64>,
+    is_sampled: bool,
     /// `rest` before its provisional growth, and when that growth began.
     settled: u64,
     since: Time,
@@ -26,7 +25,7 @@ pub struct Unlisted {
 impl Unlisted {
     /// The estimate before the first sample. `reserved`: the memory that the driver always uses.
     pub fn new(now: Time, reserved: u64) -> Self {
-        Self { managed: 0, rest: reserved, bytes: None, settled: reserved, since: now }
+        Self { managed: 0, rest: reserved, is_sampled: false, settled: reserved, since: now }
     }
 
     /// Divides the `bytes` that a sample shows under no process. They can be wrong by as much as `moving`: the
@@ -37,10 +36,12 @@ impl Unlisted {
             self.settled = self.rest;
         }
         let was_settled = self.rest <= self.settled;
-        let before = self.bytes.unwrap_or(bytes);
-        let bytes = *self.bytes.insert(before.clamp(bytes.saturating_sub(moving), bytes.saturating_add(moving)));
-        self.rest = self.settled.clamp(bytes.saturating_sub(managed), bytes);
-        self.managed = bytes - self.rest;
+        let seen = self.settled.clamp(bytes.saturating_sub(managed), bytes);
+        self.rest = match std::mem::replace(&mut self.is_sampled, true) {
+            true => self.rest.clamp(seen.saturating_sub(moving), seen.saturating_add(moving)),
+            false => seen,
+        };
+        self.managed = bytes.saturating_sub(self.rest).min(managed);
         self.settled = self.settled.min(self.rest);
         if was_settled || self.rest == self.settled {
             self.since = now;
@@ -85,5 +86,7 @@ mod tests {
         assert_eq!(divide(5100, 36, 64, 0), (100, 0), "a chunk was mapped before the processes were listed");
         assert_eq!(divide(5200, 174, 64, 0), (110, 0), "another program must have grown");
         assert_eq!(divide(5300, 108, 0, 0), (108, 0), "at rest, the sample is exact");
+        assert_eq!(divide(9000, 300, 0, 200), (108, 192));
+        assert_eq!(divide(9100, 150, 256, 50), (108, 42), "a client with managed memory ends while one attaches");
     }
 }
