@@ -183,11 +183,17 @@ impl Accounting {
         let others = self.find_adopted(&of_clients, guess, others);
         let listed = of_others.into_iter().fold(sample.graphics, sum).min(others);
         let managed = clients.iter().fold(absent, |sum, client| sum.saturating_add(client.managed));
+        // Never more than NVML shows under the process, and for a new context, what the scheduler sets aside:
+        // a client cannot hide other programs' memory by moving its own.
         let moving = |process: &Process| {
             let context = if process.is_new { guess } else { 0 };
-            process.most.saturating_sub(process.managed_mapped).saturating_sub(process.least).saturating_add(context)
+            let moved = process.most.saturating_sub(process.managed_mapped).saturating_sub(process.least);
+            moved.min(process.used).saturating_add(context)
         };
-        let moving = of_clients.values().map(moving).fold(0, u64::saturating_add);
+        let moving = match self.unlisted {
+            Some(_) => of_clients.values().map(moving).fold(0, u64::saturating_add),
+            None => 0, // there is no earlier estimate to keep
+        };
         let unlisted = self.unlisted.get_or_insert_with(|| Unlisted::new(sample.begun, sample.reserved));
         unlisted.divide(sample.begun, others - listed, moving, managed);
         let others = listed + unlisted.rest;

@@ -153,6 +153,15 @@ fn memory_that_moves_during_a_sample_is_not_growth_of_other_programs() {
     assert_eq!(accounting.others(), 1200 * MIB);
 }
 
+/// A client whose bounds are wide, because it has not reported yet or moves much, hides no other growth.
+#[test]
+fn wide_bounds_hide_no_more_than_the_process_uses() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(5300, &[(1, 10)]), &[client(1, 10)]);
+    told(&mut accounting, &sample(5700, &[(1, 10)]), &[moving(1, 0, 80_000)]);
+    assert_eq!(accounting.others(), (5690 - 10) * MIB);
+}
+
 #[test]
 fn a_growing_context_counts_beyond_the_guess() {
     let mut accounting = Accounting::default();

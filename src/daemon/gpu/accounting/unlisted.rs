@@ -16,7 +16,6 @@ pub struct Unlisted {
     /// The rest: memory of the driver, and managed memory of other programs. It is assumed to change only if
     /// clients' managed memory cannot explain the change.
     pub rest: u64,
-    is_sampled: bool,
     /// `rest` before its provisional growth, and when that growth began.
     settled: u64,
     since: Time,
@@ -25,7 +24,7 @@ pub struct Unlisted {
 impl Unlisted {
     /// The estimate before the first sample. `reserved`: the memory that the driver always uses.
     pub fn new(now: Time, reserved: u64) -> Self {
-        Self { managed: 0, rest: reserved, is_sampled: false, settled: reserved, since: now }
+        Self { managed: 0, rest: reserved, settled: reserved, since: now }
     }
 
     /// Divides the `bytes` that a sample shows under no process. They can be wrong by as much as `moving`: the
@@ -37,10 +36,7 @@ impl Unlisted {
         }
         let was_settled = self.rest <= self.settled;
         let seen = self.settled.clamp(bytes.saturating_sub(managed), bytes);
-        self.rest = match std::mem::replace(&mut self.is_sampled, true) {
-            true => self.rest.clamp(seen.saturating_sub(moving), seen.saturating_add(moving)),
-            false => seen,
-        };
+        self.rest = self.rest.clamp(seen.saturating_sub(moving), seen.saturating_add(moving));
         self.managed = bytes.saturating_sub(self.rest).min(managed);
         self.settled = self.settled.min(self.rest);
         if was_settled || self.rest == self.settled {
