@@ -73,12 +73,10 @@ def llama_server(stage_, row):
     weights = stage_.directory / "weights.gguf"
     llama_weights.write(weights, stage_.options.small)
     number = port()
-    words = [stage_.options.llama_server, "--model", weights, "--host", "127.0.0.1", "--port", number]
-    words += ["--ctx-size", 2048, "--parallel", 1, "--gpu-layers", 99, "--flash-attn", "off", "--fit", "off"]
-    words += ["--no-warmup"]
+    words = llama_weights.server(stage_.options.llama_server, weights, number)
 
     def start(native):
-        program = Program(stage_, list(map(str, words)), native=native, CUDA_VISIBLE_DEVICES="0")
+        program = Program(stage_, words, native=native, CUDA_VISIBLE_DEVICES="0")
         program.wait("llama-server listens", lambda: request(f"http://127.0.0.1:{number}/health", limit=START))
         return program
 

@@ -12,8 +12,8 @@ The modes are:
   native   each server is ended when it has answered, because the next one would not fit beside it
   nvshare  all servers stay. At the end, each is asked --questions questions more, in turn
 
-Prints a JSON line for each mode: the seconds from a server's start to its answer, for each server, and
-their sum; the seconds of each later answer; the number of answers that differ from the first mode's. The
+Prints a JSON line for each mode: the seconds from a server's start to its answer (natively, to its end),
+for each server, and their sum; the seconds of each later answer; the number of answers that differ from the first mode's. The
 exit status is 1 if one differs. Needs a GPU, but not PyTorch. --out has all logs.
 """
 
@@ -37,11 +37,13 @@ from hibernate_stage import port
 def start(options, weights, name, environment):
     """Starts a server. Returns its address and its process."""
     number = port()
-    words = [options.llama_server, "--model", weights, "--host", "127.0.0.1", "--port", number, "--ctx-size", 2048]
-    words += ["--parallel", 1, "--gpu-layers", 99, "--flash-attn", "off", "--fit", "off", "--no-warmup"]
     with open(options.out / f"{name}.log", "w") as log:
         child = subprocess.Popen(
-            [*map(str, words)], stdout=log, stderr=log, env=os.environ | environment, preexec_fn=stage.end_with_parent
+            llama_weights.server(options.llama_server, weights, number),
+            stdout=log,
+            stderr=log,
+            env=os.environ | environment,
+            preexec_fn=stage.end_with_parent,
         )
     return f"http://127.0.0.1:{number}", child
 

@@ -44,8 +44,7 @@ START = 180  # seconds until a server listens
 
 def configuration(options, weights, first_port, stays, environment):
     """llama-swap's settings. `stays`: both servers run at the same time."""
-    words = f"{options.llama_server} --model {weights} --host 127.0.0.1 --port ${{PORT}} --ctx-size 2048 --parallel 1"
-    words += " --gpu-layers 99 --flash-attn off --fit off --no-warmup"
+    words = " ".join(llama_weights.server(options.llama_server, weights, "${PORT}"))
     model = {"cmd": words, "env": ["CUDA_VISIBLE_DEVICES=0"] + [f"{name}={value}" for name, value in environment.items()]}
     model["proxy"] = "http://127.0.0.1:${PORT}"
     both = {"swap": not stays, "exclusive": False, "members": MODELS}

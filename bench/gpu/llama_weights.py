@@ -1,5 +1,5 @@
-"""Writes a GGUF file of a Llama with random weights for llama.cpp. All layers have the same weights, so that
-the file is written quickly."""
+"""Writes a GGUF file of a Llama with random weights for llama.cpp, and returns the command line of a server
+with it. All layers have the same weights, so that the file is written quickly."""
 
 import struct
 
@@ -12,6 +12,13 @@ UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
 F32, F16 = 0, 1
 # Types of tokens.
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+
+
+def server(program, weights, port):
+    """Returns the command line of a llama-server with these weights, all of them on the GPU."""
+    words = [program, "--model", weights, "--host", "127.0.0.1", "--port", port, "--ctx-size", CONTEXT]
+    words += ["--parallel", 1, "--gpu-layers", 99, "--flash-attn", "off", "--fit", "off", "--no-warmup"]
+    return list(map(str, words))
 
 
 def text(value):
