@@ -10,8 +10,8 @@
 //! perfectly), and a short burst soon ends a long turn. The rule amounts to least attained service.
 //! Burst lengths are heavy-tailed, so the GPU time that a client has used since its last idle time
 //! predicts the GPU time that it still needs. It predicts little while neither client has ended a
-//! burst: two clients that began together would alternate until both bursts end together, late. So
-//! once their bursts are known to be long, the first of them has [`FIRST_TURN`].
+//! burst: two clients that began together would alternate, and both would end their bursts late. So
+//! once their bursts are known to be long, one of them has [`FIRST_TURN`].
 //!
 //! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
 //! lower class waits until the holder runs out of work. With many waiting clients, `auto` shortens
@@ -38,6 +38,7 @@ use std::time::Duration;
 /// The GPU time that a client in its first burst has before its turn ends, if the waiting client is in
 /// its first burst too and has had at least [`LONG`]. Clients with shorter bursts never wait for it.
 const FIRST_TURN: Duration = Duration::from_secs(10);
+/// The GPU time from which a first burst counts as long. A server's first answer is shorter.
 const LONG: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]

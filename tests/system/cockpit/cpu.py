@@ -68,7 +68,7 @@ try:
         browser.wait("the list", "page.querySelectorAll('#programs tbody tr').length === 25")
         time.sleep(5)
         watched.append(shares())
-        browser.run("!(view.setTimeout = () => 0)")  # the page reads no more
+        browser.run("!(view.setTimeout = () => 0)")  # the page reads no more, once a running timer has ended
         time.sleep(6)
         still.append(shares())
         browser.close()
