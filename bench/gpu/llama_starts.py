@@ -13,8 +13,8 @@ The modes are:
   nvshare  all servers stay. At the end, each is asked --questions questions more, in turn
 
 Prints a JSON line for each mode: the seconds from a server's start to its answer (natively, to its end),
-for each server, and their sum; the seconds of each later answer; the number of answers that differ from the first mode's. The
-exit status is 1 if one differs. Needs a GPU, but not PyTorch. --out has all logs.
+for each server, and their sum; the seconds of each later answer; the number of answers that differ from
+the first mode's. The exit status is 1 if one differs. Needs a GPU, but not PyTorch. --out has all logs.
 """
 
 import argparse
