@@ -1,6 +1,7 @@
 //! CUDA contexts that do not exist yet. A client waits for room for its context on the GPU. If the
 //! context would leave an attached client too little memory to ever run again, the waiting client
-//! is *deferred*, and refused after [`CONTEXT_TIMEOUT`].
+//! is *deferred*, and refused after [`CONTEXT_TIMEOUT`]. No client is refused while contexts of other
+//! clients are only estimated, because the measurement may show that there is room.
 
 use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{
@@ -22,8 +23,9 @@ pub(super) const RESTORE: Duration = Duration::from_secs(10);
 /// give the discovery of GPUs three seconds, and report an error better than a timeout. If the
 /// client's rule makes allocations wait, the client is never notified.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The longer wait while a client of the GPU is being put to sleep, which makes room.
-const LEAVING_TIMEOUT: Duration = Duration::from_secs(30);
+/// The longer wait while there may soon be room: a client of the GPU is being put to sleep, or the
+/// context of an admitted client is not measured yet.
+const PATIENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Memory that a restore needs beyond the measured context: at most `SLACK` bytes, and at most one
 /// part in `SLACK_PART` of a GPU.
 const SLACK: u64 = 64 << 20;
@@ -104,8 +106,8 @@ impl Gpu {
             let needs_nothing = self.account(pending.client).is_some_and(|account| account.report.demand == 0);
             needs_nothing && cx.queues.waiting(pending.client).is_none()
         };
-        let unmeasured = self.unmeasured.len().saturating_sub(self.contexts.len());
-        let taken = self.measured.unwrap_or(0).saturating_add(self.context_bytes(cx.settings, unmeasured));
+        let estimated = self.context_bytes(cx.settings, self.estimated_contexts());
+        let taken = self.measured.unwrap_or(0).saturating_add(estimated);
         let taken = taken.saturating_add(self.returning_bytes());
         let capacity = self.total.saturating_sub(self.reserve(cx.settings)).saturating_sub(taken);
         let waits_with = |gang: Gang| self.contexts.iter().any(|pending| cx.queues.gang(pending.client) == Some(gang));
@@ -124,6 +126,11 @@ impl Gpu {
         self.contexts.defer(cx.now, if self.access == super::Access::Gone { 0 } else { deferred });
     }
 
+    /// The number of admitted clients whose contexts are not in a measurement yet.
+    fn estimated_contexts(&self) -> usize {
+        self.unmeasured.len().saturating_sub(self.contexts.len())
+    }
+
     /// Notifies deferred clients that their wait may be long.
     pub fn notify_deferred(&mut self, fx: &mut Effects) {
         for pending in self.contexts.deferred_mut().filter(|pending| !pending.told) {
@@ -140,14 +147,15 @@ impl Gpu {
             return None; // clients wait until the drain ends
         }
         let is_leaving = self.attachments.keys().any(|client| cx.sleep.is_leaving(*client));
-        let timeout = if is_leaving { LEAVING_TIMEOUT } else { CONTEXT_TIMEOUT };
+        let may_have_room = is_leaving || (self.measured.is_some() && self.estimated_contexts() > 0);
+        let timeout = if may_have_room { PATIENT_TIMEOUT } else { CONTEXT_TIMEOUT };
         let mut next: Option<Time> = None;
         for pending in self.contexts.iter_mut().filter(|pending| !pending.refused) {
             if cx.rules.waits_for_memory(pending.client) {
                 continue;
             }
             // A client that is not deferred waits for room that becomes free.
-            let due = pending.deferred.map_or(pending.since + LEAVING_TIMEOUT, |since| since + timeout);
+            let due = pending.deferred.map_or(pending.since + PATIENT_TIMEOUT, |since| since + timeout);
             if cx.now < due {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;
@@ -216,9 +224,9 @@ impl Gpu {
     pub fn returning_measured(&mut self, settings: &Settings, begun: Time, free: Option<u64>) {
         // Memory that other clients may map at any time is not free for the restore.
         let promised = self.ledger.charged().saturating_sub(self.in_use());
-        let others = self.unmeasured.len().saturating_sub(self.contexts.len());
         let overdue = self.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
-        let taken = promised.saturating_add(self.context_bytes(settings, others)).saturating_add(overdue);
+        let taken =
+            promised.saturating_add(self.context_bytes(settings, self.estimated_contexts())).saturating_add(overdue);
         if let Some(returning) = self.returning.as_mut() {
             returning.measured(begun, free.map(|free| free.saturating_sub(taken)));
         }

@@ -71,6 +71,8 @@ fn nearly_full() -> Talk {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 15 * GIB - 512 * MIB);
     t.request(1);
+    t.now += ms(1);
+    t.measured(GIB);
     t
 }
 
@@ -95,6 +97,26 @@ fn a_context_without_room_is_refused_after_a_timeout() {
     assert_eq!(t.machine.deadline(), None);
     // The request stays pending until the client detaches.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
+}
+
+#[test]
+fn a_context_is_not_refused_because_of_an_estimate() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.measured(0);
+    t.join(1, 14 * GIB);
+    t.request(1);
+    arrive(&mut t, 2, 0);
+    assert!(!t.after(ms(200)).contains(&waiting(2, WaitReason::Context)));
+    // With the estimates for clients 1 and 2, client 1 would not fit beside a third context.
+    assert!(arrive(&mut t, 3, 0).contains(&waiting(3, WaitReason::Context)));
+    assert!(!t.after(Duration::from_secs(9)).contains(&denied(3, 0, Denial::NoContext)));
+    t.now += Duration::from_secs(2);
+    assert_eq!(attached(&t.measured(GIB / 2)), [3]);
+
+    // The measurement confirms the estimates.
+    assert!(arrive(&mut t, 4, 0).contains(&waiting(4, WaitReason::Context)));
+    t.now += Duration::from_secs(11);
+    assert!(t.measured(GIB + GIB / 2).contains(&denied(4, 0, Denial::NoContext)));
 }
 
 #[test]
