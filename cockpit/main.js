@@ -15,8 +15,8 @@ import { loadUsage, usageView } from "./usage.js";
 const OFTEN = 1000;
 const SELDOM = 5000;
 /** The pause after a reading is this many times as long as it took to show it, so that a long list costs
-    no more of the processor than a short one. Painting takes about as long again. */
-const REST = 100;
+    no more of the processor than a short one. Receiving and painting it take twice as long again. */
+const REST = 300;
 /** Permissions change with polkit's rules and with groups, so they are read again after this time. */
 const PERMISSIONS_LAST = 60000;
 const MESSAGE_LASTS = 10000;

@@ -45,7 +45,7 @@ class Browser:
         self.events = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Accessibility"):
+        for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
         self.size(1280, 900)
 
@@ -188,6 +188,7 @@ class Browser:
         """The nodes of the page's accessibility tree: role, name and whether the node can have the focus."""
         frames = self.call("Page.getFrameTree")["frameTree"].get("childFrames", [])
         ours = [frame["frame"]["id"] for frame in frames if "/nvshare/" in frame["frame"]["url"]]
+        self.call("Accessibility.enable")  # not before, because it makes every change of the page slower
         tree = self.call("Accessibility.getFullAXTree", **({"frameId": ours[0]} if ours else {}))["nodes"]
         return [{
             "role": node.get("role", {}).get("value"),
