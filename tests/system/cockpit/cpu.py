@@ -25,13 +25,28 @@ options = parser.parse_args()
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
+def ticks(stat):
+    """Processor time in the text of a file /proc/…/stat."""
+    fields = stat.rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def nvml_ticks(pid):
+    """Processor time of the scheduler's thread for NVML. The simulated NVML reads a file of each program,
+    whether anybody looks at the page or not."""
+    threads = [open(f"/proc/{pid}/task/{thread}/stat").read() for thread in os.listdir(f"/proc/{pid}/task")]
+    return sum(ticks(stat) for stat in threads if "(nvml)" in stat)
+
+
 def times():
     """Processor seconds of all processes, by the name that the result has for them."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = open(f"/proc/{pid}/cmdline", "rb").read().replace(b"\0", b" ").decode(errors="replace")
-            fields = open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()
+            used = ticks(open(f"/proc/{pid}/stat").read())
+            if "/usr/bin/nvshare-scheduler" in words:
+                used -= nvml_ticks(pid)
         except OSError:
             continue  # it has just ended
         kinds = [
@@ -40,7 +55,7 @@ def times():
         ]
         kind = next((kind for kind, text in kinds if text in words), None)
         if kind:
-            found[kind] = found.get(kind, 0) + (int(fields[11]) + int(fields[12])) / TICKS
+            found[kind] = found.get(kind, 0) + used / TICKS
     return found
 
 
