@@ -10,7 +10,7 @@ set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
 json=${JSON:-$PWD/bench/results.json}
-PARTS="events handover metrics top debug guest exposure hostile soak swap-file eight-jax field aliases simulate waiting crash demo"
+PARTS="events growth handover metrics top debug guest exposure hostile soak swap-file eight-jax field aliases simulate waiting crash demo"
 LONG="check cockpit hibernations send"
 
 add() { python3 bench/gpu/figures.py --add "$json" "$1" "$2" "$3" "$4"; }
@@ -108,7 +108,7 @@ send() {
     add send-2GiB-over-copy "$(tail -n 1 target/send)" ratio "$note"
 }
 
-benches="events handover metrics top debug guest exposure hostile soak swap-file eight-jax field"
+benches="events growth handover metrics top debug guest exposure hostile soak swap-file eight-jax field"
 for part in ${*:-$PARTS}; do
     echo "--- $part" >&2
     case " $benches " in

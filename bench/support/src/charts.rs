@@ -37,6 +37,7 @@ impl Figures {
             ("aims.svg", "aims-dark.svg", self.aims()),
             ("peers.svg", "peers-dark.svg", self.peers()),
             ("pairs.svg", "pairs-dark.svg", self.pairs()),
+            ("growth.svg", "growth-dark.svg", self.growth()),
         ];
         let themes = |(light, dark, svg): (_, _, String)| {
             [Chart { name: dark, svg: svg.replace(LIGHT, DARK) }, Chart { name: light, svg }]
@@ -146,6 +147,41 @@ impl Figures {
             picture.next(ROW);
         }
         picture.finish(&picture.scale.ticks(" s"), None)
+    }
+
+    /// Draws how costs grow with the number of clients: each cost relative to its value with the
+    /// fewest clients.
+    fn growth(&self) -> String {
+        let table = Table::below(&self.page, "How do costs grow with the number of clients?");
+        let clients: Vec<f64> = table.columns.iter().filter_map(|column| number(column)).collect();
+        let classes = ["plain", "first", "second", "ours"];
+        let mut picture = Picture {
+            left: 260.0,
+            scale: Scale::Log { from: 0.5, to: 20_000.0 },
+            ..Picture::new("Costs of the scheduler, relative to those with 10 clients")
+        };
+        let keys: Vec<_> = table.columns.iter().map(|column| format!("{column} clients")).collect();
+        let keys: Vec<_> = classes.into_iter().zip(keys.iter().map(String::as_str)).collect();
+        picture.legend(&keys);
+        let n_log_n =
+            ("n log n".to_owned(), clients.iter().map(|n| n * n.log2()).map(|cost| cost.to_string()).collect());
+        for (name, cells) in std::iter::once(&n_log_n).chain(&table.rows) {
+            let values: Vec<f64> = cells.iter().filter_map(|cell| number(cell)).collect();
+            let growth = |value: f64| value / values[0];
+            picture.label("", name);
+            picture.range(values.iter().copied().map(growth));
+            for ((class, value), column) in classes.into_iter().zip(&values).zip(&table.columns) {
+                picture.mark(
+                    class,
+                    RADIUS,
+                    growth(*value),
+                    &format!("{column} clients: {} ×", digits(growth(*value), 2)),
+                );
+            }
+            picture.next(ROW);
+        }
+        let ticks = [1.0, 10.0, 100.0, 1_000.0, 10_000.0].map(|at| (at, format!("{} ×", digits(at, 2))));
+        picture.finish(&ticks, Some(1.0))
     }
 }
 
