@@ -158,10 +158,9 @@ impl Figures {
         let mut picture = Picture {
             left: 260.0,
             scale: Scale::Log { from: 0.5, to: 20_000.0 },
-            ..Picture::new("Costs of the scheduler, relative to those with 10 clients")
+            ..Picture::new("Costs of the scheduler by the number of clients, relative to 10 clients")
         };
-        let keys: Vec<_> = table.columns.iter().map(|column| format!("{column} clients")).collect();
-        let keys: Vec<_> = classes.into_iter().zip(keys.iter().map(String::as_str)).collect();
+        let keys: Vec<_> = classes.into_iter().zip(table.columns.iter().map(String::as_str)).collect();
         picture.legend(&keys);
         let n_log_n =
             ("n log n".to_owned(), clients.iter().map(|n| n * n.log2()).map(|cost| cost.to_string()).collect());
@@ -171,12 +170,7 @@ impl Figures {
             picture.label("", name);
             picture.range(values.iter().copied().map(growth));
             for ((class, value), column) in classes.into_iter().zip(&values).zip(&table.columns) {
-                picture.mark(
-                    class,
-                    RADIUS,
-                    growth(*value),
-                    &format!("{column} clients: {} ×", digits(growth(*value), 2)),
-                );
+                picture.mark(class, RADIUS, growth(*value), &format!("{column}: {} ×", digits(growth(*value), 2)));
             }
             picture.next(ROW);
         }
