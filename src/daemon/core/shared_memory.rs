@@ -32,9 +32,13 @@ const ANY_RANGE: (u32, u32) = (0, u32::MAX);
 
 /// A range of an exporter's memory: the exporter's secret, and its number for the range.
 type Range = (Secret, u32);
+/// The first and the last of all ranges.
+const FIRST: Range = (Secret([0; 16]), 0);
+const LAST: Range = (Secret([u8::MAX; 16]), u32::MAX);
 
 /// Records exports, requests and imports. The time for a change is logarithmic in the number of
-/// entries, and linear in the number of ranges that the client itself has open (`What::Imports`).
+/// entries. The time for a report, and for the end of a client, is also linear in the number of ranges
+/// that the client itself has open (`What::Imports`).
 #[derive(Debug, Default)]
 pub struct SharedMemoryRegistry {
     exporters: Exporters,
@@ -146,6 +150,7 @@ struct OpenMemory {
 /// The client whose report includes the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CountedBy {
+    /// The exporter, or another importer that has adopted the memory.
     Exporter,
     /// No client, since this time: after a restart of the daemon, the exporter has not reconnected.
     Missing(Time),
@@ -161,10 +166,13 @@ enum CountedBy {
 struct Imports {
     all: BTreeMap<(ClientId, Range), OpenMemory>,
     importers: BTreeSet<(Range, ClientId)>,
+    /// The imports that [`CountedBy::Missing`] applies to. Each message of a client looks for them.
+    missing: BTreeSet<(ClientId, Range)>,
 }
 
 impl Imports {
     fn insert(&mut self, import: Import, memory: OpenMemory) {
+        self.note(import, memory.counted_by);
         self.all.insert((import.importer, import.range()), memory);
         self.importers.insert((import.range(), import.importer));
     }
@@ -172,27 +180,46 @@ impl Imports {
     /// Removes an import. Returns the client that counted its bytes.
     fn remove(&mut self, import: Import) -> Option<CountedBy> {
         self.importers.remove(&(import.range(), import.importer));
+        self.missing.remove(&(import.importer, import.range()));
         self.all.remove(&(import.importer, import.range())).map(|memory| memory.counted_by)
     }
 
-    fn get(&mut self, import: Import) -> Option<&mut OpenMemory> {
-        self.all.get_mut(&(import.importer, import.range()))
+    fn get(&self, import: Import) -> Option<&OpenMemory> {
+        self.all.get(&(import.importer, import.range()))
+    }
+
+    /// Keeps `missing` up to date.
+    fn note(&mut self, import: Import, counted_by: CountedBy) {
+        let key = (import.importer, import.range());
+        if is_missing(counted_by) {
+            self.missing.insert(key)
+        } else {
+            self.missing.remove(&key)
+        };
     }
 
     /// Changes the client that counts an import's bytes, if `is_meant` is true of the present one. Returns whether
     /// it has changed.
     fn change(&mut self, import: Import, is_meant: impl Fn(CountedBy) -> bool, now: CountedBy) -> bool {
-        let Some(memory) = self.get(import).filter(|memory| is_meant(memory.counted_by)) else { return false };
+        let memory = self.all.get_mut(&(import.importer, import.range()));
+        let Some(memory) = memory.filter(|memory| is_meant(memory.counted_by)) else { return false };
         memory.counted_by = now;
+        self.note(import, now);
         true
     }
 
     /// The memory that one client has open.
     fn of_importer(&self, importer: ClientId) -> impl Iterator<Item = (Import, &OpenMemory)> {
-        let all = self.all.range((importer, (Secret([0; 16]), 0))..=(importer, (Secret([u8::MAX; 16]), u32::MAX)));
+        let all = self.all.range((importer, FIRST)..=(importer, LAST));
         all.map(|((importer, (exporter, range)), memory)| {
             (Import { importer: *importer, exporter: *exporter, range: *range }, memory)
         })
+    }
+
+    /// The imports of one client whose exporters are missing.
+    fn missing_of(&self, importer: ClientId) -> impl Iterator<Item = Import> {
+        let all = self.missing.range((importer, FIRST)..=(importer, LAST));
+        all.map(|(importer, (exporter, range))| Import { importer: *importer, exporter: *exporter, range: *range })
     }
 
     /// The imports of ranges of one exporter. `ranges`: the first and the last of these ranges.
@@ -230,7 +257,6 @@ impl SharedMemoryRegistry {
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
         let imports: Vec<Import> = self.imports.of_exporter(key, ANY_RANGE).collect();
-        let is_missing = |by| matches!(by, CountedBy::Missing(_));
         let found = imports.into_iter().filter(|import| self.imports.change(*import, is_missing, CountedBy::Exporter));
         let importers: BTreeSet<ClientId> = found.map(|import| import.importer).collect();
         importers.into_iter().collect()
@@ -340,12 +366,19 @@ impl SharedMemoryRegistry {
     }
 
     /// Chooses adopters for the client's imports whose exporters have not reconnected in time. Returns the
-    /// imports to adopt.
+    /// imports to adopt. If a range has an adopter already, the adopter counts the bytes.
     pub fn overdue(&mut self, client: ClientId, now: Time) -> Vec<Import> {
-        let is_late = |memory: &OpenMemory| matches!(memory.counted_by, CountedBy::Missing(since) if now >= since + RECONNECT_TIMEOUT);
-        let late = self.imports.of_importer(client).filter(|(_, memory)| is_late(memory));
-        let late: Vec<Range> = late.map(|(import, _)| import.range()).collect();
-        late.into_iter().filter_map(|range| self.imports.orphan(range)).collect()
+        let is_late = |import: &Import| {
+            let since = self.imports.get(*import).map(|memory| memory.counted_by);
+            matches!(since, Some(CountedBy::Missing(since)) if now >= since + RECONNECT_TIMEOUT)
+        };
+        let late: Vec<Import> = self.imports.missing_of(client).filter(is_late).collect();
+        let adopters = late.into_iter().map(|import| {
+            let adopter = self.imports.orphan(import.range());
+            self.imports.change(import, is_missing, CountedBy::Exporter);
+            adopter
+        });
+        adopters.flatten().collect()
     }
 
     /// Bytes on the GPU that count for this client, but that its own reports do not include yet.
@@ -386,6 +419,10 @@ impl SharedMemoryRegistry {
         let unanswered = numbers.into_iter().filter_map(|number| self.requests.remove(client, number)).collect();
         (adopters, unanswered)
     }
+}
+
+fn is_missing(by: CountedBy) -> bool {
+    matches!(by, CountedBy::Missing(_))
 }
 
 fn is_adopted(by: CountedBy) -> bool {
@@ -510,6 +547,8 @@ mod tests {
         registry.restore(import(B), GPU, 100, false, NOW, share());
         registry.restore(import(C), GPU, 100, true, NOW, share());
         assert_eq!(registry.overdue(B, NOW + RECONNECT_TIMEOUT), [], "C adopted it under the daemon before");
+        assert_eq!((registry.uncounted(B, GPU), registry.adopted_by(C, GPU)), (0, 100), "and counts it");
+        assert_eq!(registry.close(import(C)), Some(import(B)), "until it closes it");
         let mut registry = SharedMemoryRegistry::default();
         registry.restore(import(B), GPU, 100, false, NOW, share());
         assert_eq!(registry.overdue(B, NOW + RECONNECT_TIMEOUT), [import(B)], "the exporter is gone for good");
@@ -555,6 +594,8 @@ mod tests {
             let open: BTreeSet<(Range, ClientId)> =
                 imports.all.keys().map(|(importer, range)| (*range, *importer)).collect();
             assert_eq!(imports.importers, open, "step {step}");
+            let missing = imports.all.iter().filter(|(_, memory)| is_missing(memory.counted_by));
+            assert_eq!(imports.missing, missing.map(|(key, _)| *key).collect(), "step {step}");
         }
     }
 }
