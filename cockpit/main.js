@@ -85,6 +85,7 @@ class App {
         if (!this.scheduler)
             return this.connect();
         this.isReading = true;
+        this.scheduler.listen(); // before the calls, so that no change is missed
         this.isStale = false;
         this.readAt = Date.now();
         try {

@@ -16,13 +16,21 @@ function variants(options) {
 }
 
 export class Scheduler {
-    /** `changed`: called when any GPU has changed. `ended`: called when the connection has ended. */
+    /** `changed`: called after `listen`, when any GPU has changed. `ended`: called when the connection has ended. */
     constructor(changed, ended) {
+        this.changed = changed;
         this.client = cockpit.dbus(NAME, { bus: "system", superuser: "try" });
         this.client.addEventListener("close", (_event, options) => ended(options));
         this.client.addEventListener("owner", (_event, owner) => owner && changed());
-        for (const member of ["GpuChanged", "GpuAdded", "GpuRemoved"])
-            this.client.subscribe({ path: PATH, interface: NAME, member }, changed);
+    }
+
+    /** Waits for the next signal. Each busy GPU sends two a second, but one is enough to read the state again. */
+    listen() {
+        this.subscription ??= this.client.subscribe({ path: PATH, interface: NAME }, () => {
+            this.subscription?.remove();
+            this.subscription = null;
+            this.changed();
+        });
     }
 
     close() {
