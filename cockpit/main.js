@@ -65,7 +65,7 @@ class App {
         this.schedule();
     }
 
-    /** A GPU has changed. */
+    /** GPUs or programs have changed. */
     changed() {
         this.isStale = true;
         this.schedule();

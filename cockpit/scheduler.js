@@ -16,7 +16,8 @@ function variants(options) {
 }
 
 export class Scheduler {
-    /** `changed`: called after `listen`, when any GPU has changed. `ended`: called when the connection has ended. */
+    /** `changed`: called once after each `listen`, when GPUs or programs have changed. `ended`: called when the
+        connection has ended. */
     constructor(changed, ended) {
         this.changed = changed;
         this.client = cockpit.dbus(NAME, { bus: "system", superuser: "try" });

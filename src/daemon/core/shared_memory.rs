@@ -150,8 +150,8 @@ struct OpenMemory {
 /// The client whose report includes the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CountedBy {
-    /// The exporter, or another importer that has adopted the memory.
-    Exporter,
+    /// The exporter, or an importer that has adopted the memory.
+    Another,
     /// No client, since this time: after a restart of the daemon, the exporter has not reconnected.
     Missing(Time),
     /// No client: the importer was asked to adopt the memory, and has not answered.
@@ -257,7 +257,7 @@ impl SharedMemoryRegistry {
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
         let imports: Vec<Import> = self.imports.of_exporter(key, ANY_RANGE).collect();
-        let found = imports.into_iter().filter(|import| self.imports.change(*import, is_missing, CountedBy::Exporter));
+        let found = imports.into_iter().filter(|import| self.imports.change(*import, is_missing, CountedBy::Another));
         let importers: BTreeSet<ClientId> = found.map(|import| import.importer).collect();
         importers.into_iter().collect()
     }
@@ -317,7 +317,7 @@ impl SharedMemoryRegistry {
         let Some((importer, _)) = request.importer else { return };
         let import = Import { importer, exporter: request.key, range: request.range };
         if self.imports.get(import).is_none() {
-            let memory = OpenMemory { gpu, bytes, counted_by: CountedBy::Exporter, _share: share };
+            let memory = OpenMemory { gpu, bytes, counted_by: CountedBy::Another, _share: share };
             self.imports.insert(import, memory);
         }
     }
@@ -326,7 +326,7 @@ impl SharedMemoryRegistry {
     pub fn restore(&mut self, import: Import, gpu: GpuId, bytes: u64, adopted: bool, now: Time, share: Share) {
         let counted_by = match adopted {
             true => CountedBy::Importer,
-            false if self.exporters.of(import.exporter).next().is_some() => CountedBy::Exporter,
+            false if self.exporters.of(import.exporter).next().is_some() => CountedBy::Another,
             false => CountedBy::Missing(now),
         };
         self.imports.insert(import, OpenMemory { gpu, bytes, counted_by, _share: share });
@@ -343,7 +343,7 @@ impl SharedMemoryRegistry {
     pub fn close(&mut self, import: Import) -> Option<Import> {
         self.requests.give_up(import.importer, |request| (request.key, request.range) == import.range());
         let counted_by = self.imports.remove(import)?;
-        (counted_by != CountedBy::Exporter).then(|| self.imports.orphan(import.range())).flatten()
+        (counted_by != CountedBy::Another).then(|| self.imports.orphan(import.range())).flatten()
     }
 
     /// True if the importer was asked to adopt the memory and has not answered.
@@ -375,7 +375,7 @@ impl SharedMemoryRegistry {
         let late: Vec<Import> = self.imports.missing_of(client).filter(is_late).collect();
         let adopters = late.into_iter().map(|import| {
             let adopter = self.imports.orphan(import.range());
-            self.imports.change(import, is_missing, CountedBy::Exporter);
+            self.imports.change(import, is_missing, CountedBy::Another);
             adopter
         });
         adopters.flatten().collect()
@@ -389,7 +389,7 @@ impl SharedMemoryRegistry {
     /// Bytes on the GPU that count for this client, but that another program allocated. NVML may list them
     /// under that program.
     pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
-        self.sum(client, gpu, |by| by != CountedBy::Exporter)
+        self.sum(client, gpu, |by| by != CountedBy::Another)
     }
 
     fn sum(&self, client: ClientId, gpu: GpuId, is_meant: impl Fn(CountedBy) -> bool) -> u64 {
@@ -409,7 +409,7 @@ impl SharedMemoryRegistry {
         for range in self.opened_by(client) {
             let (exporter, number) = range;
             let counted_by = self.imports.remove(Import { importer: client, exporter, range: number });
-            if counted_by.is_some_and(|by| by != CountedBy::Exporter) {
+            if counted_by.is_some_and(|by| by != CountedBy::Another) {
                 orphans.insert(range);
             }
         }

@@ -1,7 +1,7 @@
 //! CUDA contexts that do not exist yet. A client waits for room for its context on the GPU. If the
 //! context would leave an attached client too little memory to ever run again, the waiting client
-//! is *deferred*, and refused after [`CONTEXT_TIMEOUT`]. No client is refused while contexts of other
-//! clients are only estimated, because the measurement may show that there is room.
+//! is *deferred*, and refused after [`CONTEXT_TIMEOUT`]. While contexts of admitted clients are only
+//! estimated, it is refused after [`PATIENT_TIMEOUT`], because a measurement may show that there is room.
 
 use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{

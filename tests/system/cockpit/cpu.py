@@ -41,19 +41,17 @@ def nvml_ticks(pid):
 def times():
     """Processor seconds of all processes, by the name that the result has for them."""
     found = {}
+    kinds = [
+        ("page", "--type=renderer"), ("browser", "chromium"), ("bridge", "cockpit-bridge"), ("cockpit-ws", "/cockpit-ws"),
+        ("scheduler", "/usr/bin/nvshare-scheduler"), ("bus", "dbus-daemon --system"),
+    ]
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = open(f"/proc/{pid}/cmdline", "rb").read().replace(b"\0", b" ").decode(errors="replace")
-            used = ticks(open(f"/proc/{pid}/stat").read())
-            if "/usr/bin/nvshare-scheduler" in words:
-                used -= nvml_ticks(pid)
+            kind = next((kind for kind, text in kinds if text in words), None)
+            used = ticks(open(f"/proc/{pid}/stat").read()) - (nvml_ticks(pid) if kind == "scheduler" else 0)
         except OSError:
             continue  # it has just ended
-        kinds = [
-            ("page", "--type=renderer"), ("browser", "chromium"), ("bridge", "cockpit-bridge"), ("cockpit-ws", "/cockpit-ws"),
-            ("scheduler", "/usr/bin/nvshare-scheduler"), ("bus", "dbus-daemon --system"),
-        ]
-        kind = next((kind for kind, text in kinds if text in words), None)
         if kind:
             found[kind] = found.get(kind, 0) + used / TICKS
     return found
