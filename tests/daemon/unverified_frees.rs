@@ -3,9 +3,11 @@
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::thread;
 
 use cuda_sim_gpus::{Account, Config};
-use nvshare_wire::{ClientMessage, SchedulerMessage, Uuid};
+use nvshare_wire::{SchedulerMessage, Uuid};
 use serde_json::Value;
 use test_support::daemon::*;
 use test_support::{has_own_process, wait_for};
@@ -21,18 +23,20 @@ fn attach(client: &Client) {
     client.attach_gpu(Uuid(Config::get().uuid(0)), TOTAL);
 }
 
-/// Returns a report of a client that needs all of its memory, has mapped `mapped` bytes, and has
-/// carried out allowance `ack`.
-fn report(ack: u32, mapped: u64) -> ClientMessage {
-    memory_after(ack, 1, DEMAND, mapped)
-}
-
-/// Waits for an allowance with a wanted number of bytes. Returns its sequence number and its bytes.
-fn allowance(client: &Client, wanted: impl Fn(u64) -> bool) -> (u32, u64) {
-    let is_it = |m: &SchedulerMessage| matches!(m, SchedulerMessage::Allowance { bytes, .. } if wanted(*bytes));
-    match client.until(is_it) {
-        SchedulerMessage::Allowance { seq, bytes, .. } => (seq, bytes),
-        other => panic!("{other:?} is no allowance"),
+/// Reads messages until one matches, or until the end of the connection. Reports after each limit
+/// and each allowance that the client has carried it out: the scheduler names a client that does
+/// not answer as late, whatever NVML shows. `mapped` returns the bytes that the client claims to
+/// have mapped under an allowance.
+fn answer_until(client: &Client, mut mapped: impl FnMut(u64) -> u64, is_it: impl Fn(&SchedulerMessage) -> bool) {
+    let (mut ack, mut limit_ack, mut claimed) = (0, 1, 0);
+    while let Some(message) = client.receive() {
+        match message {
+            SchedulerMessage::Allowance { seq, bytes, .. } => (ack, claimed) = (seq, mapped(bytes)),
+            SchedulerMessage::Limit { seq, .. } => limit_ack = seq,
+            _ if is_it(&message) => return,
+            _ => continue,
+        }
+        client.send(memory_after(ack, limit_ack, DEMAND, claimed));
     }
 }
 
@@ -52,9 +56,9 @@ fn other_user(daemon: &Daemon) -> Child {
 fn helper_wants() {
     let client = Client::welcomed(&helper_socket());
     attach(&client);
-    client.send(report(0, 0));
+    client.send(memory_after(0, 1, DEMAND, 0));
     client.request();
-    client.until_granted();
+    answer_until(&client, |_| 0, |message| matches!(message, SchedulerMessage::Grant { gpus: 1 }));
 }
 
 #[test]
@@ -93,30 +97,42 @@ fn falsely_reported_frees_are_not_given_to_another_user() {
     daemon.log.wait("found");
 
     let gpu = Account::get();
-    let liar = Client::welcomed(&daemon.socket());
+    let liar = Arc::new(Client::welcomed(&daemon.socket()));
     attach(&liar);
     assert!(gpu.take(0, CONTEXT));
     wait_for("its context to be measured", || (status(&daemon)["gpus"][0]["overhead"] == CONTEXT).then_some(()));
-    liar.send(report(0, 0));
-    let (seq, _) = allowance(&liar, |bytes| bytes == DEMAND);
-    assert!(gpu.take(0, DEMAND));
-    liar.send(report(seq, DEMAND));
+    liar.send(memory_after(0, 1, DEMAND, 0));
+    let client = Arc::clone(&liar);
+    thread::spawn(move || {
+        let mut holds_all = false;
+        let lie = |allowance: u64| {
+            if !holds_all && allowance == DEMAND {
+                assert!(Account::get().take(0, DEMAND));
+                holds_all = true;
+            }
+            allowance.min(DEMAND) // and it keeps all of its memory
+        };
+        answer_until(&client, lie, |_| false);
+    });
+    let of = |client: &Value, key: &str| client["gpus"][0][key].as_u64().unwrap_or(0);
+    let named = |status: &Value| {
+        let clients = status["clients"].as_array().expect("clients");
+        clients.iter().find(|client| client["id"] == liar.id).cloned()
+    };
+    wait_for("the liar to map all", || (of(&named(&status(&daemon))?, "resident") == DEMAND).then_some(()));
 
     let mut other = other_user(&daemon);
-    let (seq, kept) = allowance(&liar, |bytes| bytes < DEMAND);
-    liar.send(report(seq, kept)); // the liar keeps all of its memory
-    wait_for("status to name it", || {
+    wait_for("status to name the liar", || {
         let status = status(&daemon);
         let clients = status["clients"].as_array().expect("clients");
-        let of = |client: &Value, key: &str| client["gpus"][0][key].as_u64().unwrap_or(0);
         for client in clients.iter().filter(|client| client["id"] != liar.id) {
             let allowed = of(client, "allowance");
             assert!(allowed + DEMAND + CONTEXT <= TOTAL + SLACK, "{allowed} bytes are not there: {status:#}");
         }
-        let named = clients.iter().find(|client| client["id"] == liar.id)?;
-        let why = named["gpus"][0]["eviction-blocked"].as_str()?;
+        let liar = named(&status)?;
+        let why = liar["gpus"][0]["eviction-blocked"].as_str()?;
         (why == "NVML still shows memory that the program reported as freed"
-            && of(named, "pinned") + kept + SLACK >= DEMAND)
+            && of(&liar, "pinned") + of(&liar, "resident") + SLACK >= DEMAND)
             .then_some(())
     });
     assert!(other.try_wait().expect("a child").is_none(), "it cannot have the memory yet");
