@@ -16,6 +16,11 @@ systemctl restart $unit
 until_true "both to go on after a restart" went_on 1
 nvsharectl get | grep -q 'time-quantum = "1s"' || fail "a changed setting is lost"
 
+# A short timeout, so that both programs still run when the watchdog expires.
+dropin=/run/systemd/system/$unit.d
+mkdir -p $dropin
+printf '[Service]\nWatchdogSec=10s\n' >$dropin/watchdog.conf
+systemctl daemon-reload
 systemctl kill --signal=KILL --kill-who=main $unit
 until_true "both to go on after SIGKILL" went_on 2
 kept 2 || fail "$(shown NFileDescriptorStore) connections are kept"
@@ -36,3 +41,5 @@ for program in "${programs[@]}"; do wait "$program" || fail "a program ended wit
 until_true "no connection to be kept" kept 0
 [ "$(logged 'cuda-program connected$')" = $((connected + 2)) ] || fail "programs connected a second time"
 nvsharectl reset
+rm -r $dropin
+systemctl daemon-reload
