@@ -13,8 +13,8 @@ use super::metrics::{Listen, MetricsSection};
 use super::paths::CONFIGURATION;
 use super::rules::{self, Origin, RawRule, Rule, Rules, Unknown};
 use super::settings::{
-    self, AccountingSection, MemorySection, SchedulerSettings, read_anti_thrash, read_context, read_max_clients,
-    read_max_wait, read_placement, read_policy, read_reserve, read_sleep_after, read_time_period, read_time_quantum,
+    self, AccountingSection, MemorySection, read_anti_thrash, read_max_clients, read_max_wait, read_placement,
+    read_policy, read_sleep_after, read_time_period, read_time_quantum,
 };
 use super::swap::{SwapMax, SwapSection};
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
@@ -86,46 +86,20 @@ impl Config {
     /// value applies. Rules of drop-ins are tried before the main file's rules, so that a drop-in
     /// can override them.
     fn read<'a>(files: impl IntoIterator<Item = (&'a Path, &'a str)>, unknown: Unknown) -> Result<Self, ConfigError> {
-        let mut all = File::default();
+        let mut config = Self::default();
         let mut rules: Vec<Vec<Rule>> = Vec::new();
         for (path, text) in files {
             let mut file: File = parse(text, path)?;
             let line_of = |at| position(text, at).0;
             let read = rules::read(std::mem::take(&mut file.rule), path, unknown, line_of);
             rules.push(read.map_err(|(span, reason)| wrong(text, path, span.start, reason))?);
-            all = file.over(all);
+            file.apply(&mut config);
         }
         let main = 1.min(rules.len());
         rules.rotate_left(main);
         let rules = Rules::new(rules.into_iter().flatten().collect())
             .map_err(|(Origin { file, line }, reason)| ConfigError::Invalid { path: file, line, column: 1, reason })?;
-        let default = Self::default();
-        let scheduler = SchedulerSettings {
-            time_quantum: all.time_quantum,
-            max_wait: all.max_wait,
-            time_period: all.time_period,
-            anti_thrash: all.anti_thrash,
-            policy: all.policy,
-            placement: all.placement,
-            memory: MemorySection { reserve: all.memory.reserve, context: all.memory.context },
-        };
-        Ok(Self {
-            settings: Settings {
-                sleep_after: all.sleep_after.unwrap_or(default.settings.sleep_after),
-                ..scheduler.settings()
-            },
-            sets_sleep_after: all.sleep_after.is_some(),
-            max_clients_per_tenant: all.max_clients_per_tenant.unwrap_or(default.max_clients_per_tenant),
-            log_level: all.log_level.unwrap_or(default.log_level),
-            swap_max: all.swap.max.unwrap_or(default.swap_max),
-            swap_ahead: all.swap.ahead.unwrap_or(default.swap_ahead),
-            swap_file: all.swap.file.unwrap_or(default.swap_file),
-            swap_file_max: all.swap.file_max.unwrap_or(default.swap_file_max),
-            metrics: all.metrics.listen.unwrap_or(default.metrics),
-            metrics_of_programs: all.metrics.programs.unwrap_or(default.metrics_of_programs),
-            keep_usage: all.accounting.keep.unwrap_or(default.keep_usage),
-            rules,
-        })
+        Ok(Self { rules, ..config })
     }
 }
 
@@ -245,7 +219,7 @@ struct File {
     #[serde(default, deserialize_with = "read_log_level")]
     log_level: Option<LogLevel>,
     #[serde(default)]
-    memory: FileMemory,
+    memory: MemorySection,
     #[serde(default)]
     swap: SwapSection,
     #[serde(default)]
@@ -257,45 +231,34 @@ struct File {
 }
 
 impl File {
-    /// Merges two files: a key that this file omits gets its value from `before`.
-    fn over(self, before: Self) -> Self {
-        Self {
-            time_quantum: self.time_quantum.or(before.time_quantum),
-            max_wait: self.max_wait.or(before.max_wait),
-            time_period: self.time_period.or(before.time_period),
-            anti_thrash: self.anti_thrash.or(before.anti_thrash),
-            policy: self.policy.or(before.policy),
-            placement: self.placement.or(before.placement),
-            sleep_after: self.sleep_after.or(before.sleep_after),
-            max_clients_per_tenant: self.max_clients_per_tenant.or(before.max_clients_per_tenant),
-            log_level: self.log_level.or(before.log_level),
-            memory: FileMemory {
-                reserve: self.memory.reserve.or(before.memory.reserve),
-                context: self.memory.context.or(before.memory.context),
-            },
-            swap: SwapSection {
-                max: self.swap.max.or(before.swap.max),
-                ahead: self.swap.ahead.or(before.swap.ahead),
-                file: self.swap.file.or(before.swap.file),
-                file_max: self.swap.file_max.or(before.swap.file_max),
-            },
-            metrics: MetricsSection {
-                listen: self.metrics.listen.or(before.metrics.listen),
-                programs: self.metrics.programs.or(before.metrics.programs),
-            },
-            accounting: AccountingSection { keep: self.accounting.keep.or(before.accounting.keep) },
-            rule: Vec::new(),
+    /// Changes the settings that this file contains. Ignores the file's rules.
+    fn apply(self, config: &mut Config) {
+        fn set<T>(setting: &mut T, value: Option<T>) {
+            if let Some(value) = value {
+                *setting = value;
+            }
         }
+        let settings = &mut config.settings;
+        set(&mut settings.time_quantum, self.time_quantum);
+        set(&mut settings.max_wait, self.max_wait);
+        set(&mut settings.time_period, self.time_period);
+        set(&mut settings.anti_thrash, self.anti_thrash);
+        set(&mut settings.policy, self.policy);
+        set(&mut settings.placement, self.placement);
+        set(&mut settings.reserve, self.memory.reserve);
+        set(&mut settings.context, self.memory.context);
+        config.sets_sleep_after |= self.sleep_after.is_some();
+        set(&mut settings.sleep_after, self.sleep_after);
+        set(&mut config.max_clients_per_tenant, self.max_clients_per_tenant);
+        set(&mut config.log_level, self.log_level);
+        set(&mut config.swap_max, self.swap.max);
+        set(&mut config.swap_ahead, self.swap.ahead);
+        set(&mut config.swap_file, self.swap.file);
+        set(&mut config.swap_file_max, self.swap.file_max);
+        set(&mut config.metrics, self.metrics.listen);
+        set(&mut config.metrics_of_programs, self.metrics.programs);
+        set(&mut config.keep_usage, self.accounting.keep);
     }
-}
-
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct FileMemory {
-    #[serde(default, deserialize_with = "read_reserve")]
-    reserve: Option<u64>,
-    #[serde(default, deserialize_with = "read_context")]
-    context: Option<u64>,
 }
 
 #[cfg(test)]

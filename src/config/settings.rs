@@ -52,35 +52,6 @@ pub fn defaults() -> Settings {
     }
 }
 
-/// The scheduler's settings in a file. `None` means that the file does not set the key.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct SchedulerSettings {
-    pub time_quantum: Option<Duration>,
-    pub max_wait: Option<Duration>,
-    pub time_period: Option<Duration>,
-    pub anti_thrash: Option<AntiThrash>,
-    pub policy: Option<PolicyName>,
-    pub placement: Option<Placement>,
-    pub memory: MemorySection,
-}
-
-impl SchedulerSettings {
-    pub fn settings(self) -> Settings {
-        let default = defaults();
-        Settings {
-            time_quantum: self.time_quantum.unwrap_or(default.time_quantum),
-            max_wait: self.max_wait.unwrap_or(default.max_wait),
-            anti_thrash: self.anti_thrash.unwrap_or(default.anti_thrash),
-            policy: self.policy.unwrap_or(default.policy),
-            reserve: self.memory.reserve.unwrap_or(default.reserve),
-            context: self.memory.context.unwrap_or(default.context),
-            time_period: self.time_period.unwrap_or(default.time_period),
-            placement: self.placement.unwrap_or(default.placement),
-            ..default
-        }
-    }
-}
-
 /// Checks the time quantum, or returns a sentence with its valid values.
 pub fn time_quantum(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time quantum", TIME_QUANTUM_SECONDS)

@@ -15,7 +15,7 @@ use super::schema::{self, Length, Size};
 use crate::config::ConfigError;
 use crate::config::document::{self, position};
 use crate::config::rules::{self, Subject};
-use crate::config::settings::SchedulerSettings;
+use crate::config::settings;
 use crate::config::swap::SwapMax;
 use crate::config::swap::SwapSection;
 use crate::scheduler::{AntiThrash, PolicyName, RuleLimits, Settings};
@@ -112,14 +112,16 @@ impl Scenario {
     }
 
     fn check(file: schema::File, path: &Path, line_of: impl Fn(usize) -> usize) -> Result<Self, Mistake> {
-        let settings = SchedulerSettings {
-            time_quantum: file.time_quantum,
-            max_wait: file.max_wait,
-            time_period: file.time_period,
-            anti_thrash: file.anti_thrash,
-            policy: file.policy,
-            placement: None,
-            memory: file.memory,
+        let default = settings::defaults();
+        let settings = Settings {
+            time_quantum: file.time_quantum.unwrap_or(default.time_quantum),
+            max_wait: file.max_wait.unwrap_or(default.max_wait),
+            time_period: file.time_period.unwrap_or(default.time_period),
+            anti_thrash: file.anti_thrash.unwrap_or(default.anti_thrash),
+            policy: file.policy.unwrap_or(default.policy),
+            reserve: file.memory.reserve.unwrap_or(default.reserve),
+            context: file.memory.context.unwrap_or(default.context),
+            ..default
         };
         let swap = file.swap.map_or(Ok(None), |section| swap(&section))?;
         let until = file.until.map(|until| positive("until", &until)).transpose()?;
@@ -144,9 +146,9 @@ impl Scenario {
         let programs = jobs.iter().map(|job| job.count as usize).sum();
         within("programs", 0..0, programs, &PROGRAMS, "write [[job]] with name, memory and work")?;
         Ok(Self {
-            mode: settings.anti_thrash,
-            policy: settings.policy,
-            settings: settings.settings(),
+            mode: file.anti_thrash,
+            policy: file.policy,
+            settings,
             swap,
             gpus,
             jobs,
