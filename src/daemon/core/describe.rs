@@ -9,7 +9,8 @@ use serde_json::{Map, Value, json};
 use zbus::fdo;
 
 use super::view::{ClientView, View};
-use crate::bus::{self, status};
+use crate::bus;
+use crate::bus::status::{self, json_fields};
 use crate::identity::accountable;
 use crate::scheduler::GpuId;
 
@@ -114,10 +115,7 @@ impl View {
             *in_file += attachment.in_file.unwrap_or(0);
         }
         let describe_gpu = |gpu: &bus::Gpu| {
-            let mut shown = match status::gpu_json(gpu) {
-                Value::Object(shown) => shown,
-                _ => Map::new(),
-            };
+            let mut shown = status::gpu_json(gpu);
             let one = |id: &u64| Some(describe(by_id.get(id)?, reader));
             let (pinned, in_file) = sums.get(gpu.uuid.as_str()).copied().unwrap_or_default();
             let mut queue: Vec<Value> = gpu.queue.iter().take(HEAD).filter_map(one).collect();
@@ -126,17 +124,16 @@ impl View {
                 let why = client.zip(gpu).and_then(|(client, gpu)| self.obstacle_of(client, *gpu));
                 waiting["why"] = why.into();
             }
-            shown.insert("queue-length".into(), gpu.queue.len().into());
-            shown.insert("holders-length".into(), gpu.holders.len().into());
-            shown.insert("holders".into(), gpu.holders.iter().take(HEAD).filter_map(one).collect());
-            shown.insert("queue".into(), queue.into());
-            shown.insert("pinned".into(), pinned.into());
-            shown.insert("in-file".into(), in_file.into());
-            let pressure = pressure.get(&gpu.uuid).map(|group| {
-                json!({ "some-avg10": group.some_avg10, "some-avg60": group.some_avg60, "some-avg300": group.some_avg300,
-                    "full-avg10": group.full_avg10, "full-avg60": group.full_avg60, "full-avg300": group.full_avg300 })
-            });
-            shown.insert("pressure".into(), pressure.into());
+            shown["queue-length"] = gpu.queue.len().into();
+            shown["holders-length"] = gpu.holders.len().into();
+            shown["holders"] = gpu.holders.iter().take(HEAD).filter_map(one).collect();
+            shown["queue"] = queue.into();
+            shown["pinned"] = pinned.into();
+            shown["in-file"] = in_file.into();
+            let pressure = pressure.get(&gpu.uuid).map(
+                |group| json_fields!(group; some_avg10, some_avg60, some_avg300, full_avg10, full_avg60, full_avg300),
+            );
+            shown["pressure"] = pressure.into();
             // Only the described programs' times are of use.
             for (key, ids) in [("turn-ends", &gpu.holders), ("expected-starts", &gpu.queue)] {
                 if let Some(times) = shown.get_mut(key).and_then(Value::as_object_mut) {
@@ -144,7 +141,7 @@ impl View {
                     times.retain(|id, _| head.contains(id));
                 }
             }
-            Value::Object(shown)
+            shown
         };
         self.list_gpus().iter().map(describe_gpu).collect()
     }
@@ -193,22 +190,12 @@ fn describe(client: &ClientView, reader: Reader) -> Value {
             "resident": usage.resident, "swapped": usage.swapped, "in-file": usage.in_file.unwrap_or(0),
             "lock-time": short(usage.lock_time) })
     });
-    json!({
-        "id": shown.id,
-        "pid": shown.pid,
-        "uid": shown.uid,
-        "name": shown.name,
-        "unit": shown.unit,
-        "container": shown.container,
-        "tenant": shown.tenant,
-        "pod-name": shown.pod_name,
-        "sleep": shown.sleep,
-        "paused": shown.paused,
-        "stopped": shown.stopped,
-        "moving": shown.moving,
-        "own": is_own(client, reader),
-        "gpus": gpus.collect::<Vec<_>>(),
-    })
+    let mut json = json_fields!(
+        shown; id, pid, uid, name, unit, container, tenant, pod_name, sleep, paused, stopped, moving,
+    );
+    json["own"] = is_own(client, reader).into();
+    json["gpus"] = gpus.collect();
+    json
 }
 
 /// A program with everything that `ListClients` shows the reader.
