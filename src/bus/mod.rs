@@ -337,6 +337,12 @@ pub enum Error {
     Stopping(String),
 }
 
+impl From<Error> for zbus::BoxDBusError {
+    fn from(error: Error) -> Self {
+        Box::new(error)
+    }
+}
+
 /// The beginning of the sentence in which `Explain` estimates when a waiting program will run.
 pub const EXPECTED: &str = "It is expected to run ";
 /// The sentence of `Explain` if the start cannot be estimated.

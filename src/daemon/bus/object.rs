@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{Connection, OwnedVariant, fdo};
+use zbus::{BoxDBusError, Connection, OwnedVariant, fdo};
 
 use super::callers::{Caller, Callers};
 use super::options::{self, BundleOptions, HibernationOptions, NoOptions};
@@ -20,8 +20,8 @@ use crate::config::rules::Addition;
 use crate::config::{names, settings};
 use crate::daemon::connections::lock::{self, LockRequest};
 use crate::daemon::connections::room;
+use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changed;
-use crate::daemon::control::{Control, Failure};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::describe::Reader;
@@ -55,13 +55,13 @@ pub struct Object {
 #[zbus::interface(name = "org.nvshare.Scheduler1", introspection_docs = false)]
 impl Object {
     #[zbus(out_args("gpus"))]
-    async fn list_gpus(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Gpu>, Failure> {
+    async fn list_gpus(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Gpu>, BoxDBusError> {
         self.admit_reader(&header).await?;
         Ok(self.read(|view| view.list_gpus()).await.map(Arc::unwrap_or_clone)?)
     }
 
     #[zbus(out_args("clients"))]
-    async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Client>, Failure> {
+    async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Client>, BoxDBusError> {
         let caller = self.admit_reader(&header).await?;
         let clients = self.read(|view| view.list_clients()).await?;
         let uid = caller.as_ref().map(Caller::uid);
@@ -75,7 +75,7 @@ impl Object {
     }
 
     #[zbus(out_args("groups"))]
-    async fn list_pressure(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Pressure>, Failure> {
+    async fn list_pressure(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Pressure>, BoxDBusError> {
         self.admit_reader(&header).await?;
         Ok(self.read(|view| view.list_pressure()).await?)
     }
@@ -85,7 +85,7 @@ impl Object {
         &self,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, Failure> {
+    ) -> Result<String, BoxDBusError> {
         let selection = options::selection(&options)?;
         let caller = self.admit_reader(&header).await?;
         // Only the description of one process shows a command line.
@@ -102,7 +102,7 @@ impl Object {
         &self,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, Failure> {
+    ) -> Result<String, BoxDBusError> {
         let (gpu, last) = options::live_timeline(&options)?;
         let (viewer, _place) = self.admit_viewer(&header).await?;
         let mut following = self.shared.following.clone().lock_owned().await;
@@ -125,12 +125,15 @@ impl Object {
     }
 
     #[zbus(out_args("permissions"))]
-    async fn list_permissions(&self, #[zbus(header)] header: Header<'_>) -> Result<HashMap<String, bool>, Failure> {
+    async fn list_permissions(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<HashMap<String, bool>, BoxDBusError> {
         Ok(self.callers.identify(Some(&header)).await?.permissions().await)
     }
 
     #[zbus(out_args("sentences"))]
-    async fn explain(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<String>, Failure> {
+    async fn explain(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<String>, BoxDBusError> {
         self.admit_reader(&header).await?;
         Ok(self.read(move |view| view.explain(pid)).await??)
     }
@@ -141,7 +144,7 @@ impl Object {
         since: f64,
         by: Vec<String>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<Vec<bus::Usage>, Failure> {
+    ) -> Result<Vec<bus::Usage>, BoxDBusError> {
         let by = by.iter().map(|name| Column::parse(name)).collect::<Result<BTreeSet<_>, _>>();
         let by = by.map_err(fdo::Error::InvalidArgs)?;
         let caller = self.callers.identify(Some(&header)).await?;
@@ -169,7 +172,7 @@ impl Object {
         why: String,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<bus::LockFd, Failure> {
+    ) -> Result<bus::LockFd, BoxDBusError> {
         let NoOptions {} = options::parse(&options)?;
         let caller = self.callers.identify(Some(&header)).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
@@ -189,7 +192,7 @@ impl Object {
         bytes: u64,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<bus::RoomFd, Failure> {
+    ) -> Result<bus::RoomFd, BoxDBusError> {
         let lasts = options::room(&options)?;
         let caller = self.callers.identify(Some(&header)).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("reserve memory of a GPU")? };
@@ -201,21 +204,21 @@ impl Object {
         Ok(self.ask(|control, reply| room::make(&control.core, request, reply)).await??.into())
     }
 
-    async fn terminate_lock(&self, client: u64, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn terminate_lock(&self, client: u64, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         let what = format!("end the lock of client {client}");
         self.callers.identify(Some(&header)).await?.may_change(&what, "").await?;
         Ok(self.on_loop(move |control| control.core.borrow().model.end_lock(ClientId(client))).await??)
     }
 
-    async fn pause(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn pause(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         self.set_paused(pid, true, &header).await
     }
 
-    async fn resume(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn resume(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         self.set_paused(pid, false, &header).await
     }
 
-    async fn migrate(&self, pid: u32, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn migrate(&self, pid: u32, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         let what = format!("move process {pid} to another GPU");
         let users = self.authorize_for(pid, &what, &header).await?;
         Ok(self.ask(move |control, reply| control.migrate(pid, &gpu, &users, reply)).await??)
@@ -228,7 +231,7 @@ impl Object {
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
-    ) -> Result<String, Failure> {
+    ) -> Result<String, BoxDBusError> {
         let HibernationOptions { close_connections } = options::parse(&options)?;
         let what = format!("hibernate process {pid}");
         let caller = self.callers.identify(Some(&header)).await?;
@@ -246,13 +249,13 @@ impl Object {
     }
 
     #[zbus(out_args("pid"))]
-    async fn restore(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<u32, Failure> {
+    async fn restore(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<u32, BoxDBusError> {
         let (uid, budget) = self.authorize_for_image(&image, "restore", &header).await?;
         Ok(self.run(move |control| hibernate::restore(control.core.clone(), budget, uid, image)).await??)
     }
 
     #[zbus(out_args("images"))]
-    async fn list_hibernated(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Image>, Failure> {
+    async fn list_hibernated(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Image>, BoxDBusError> {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_see_others()?;
         let uid = if caller.sees_all().await { None } else { Some(caller.own_user()) };
@@ -266,7 +269,7 @@ impl Object {
         &self,
         image: String,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<Vec<String>, Failure> {
+    ) -> Result<Vec<String>, BoxDBusError> {
         let (uid, budget) = self.authorize_for_image(&image, "check", &header).await?;
         Ok(self.run(move |control| hibernate::compare(control.core.clone(), budget, uid, image)).await??)
     }
@@ -276,23 +279,23 @@ impl Object {
         image: String,
         host: String,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), BoxDBusError> {
         self.change_image(image, "send", &header, |uid, image| ImageRequest::Send { uid, image, host }).await
     }
 
-    async fn claim_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn claim_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         self.change_image(image, "claim", &header, |uid, image| ImageRequest::Claim { uid, image }).await
     }
 
-    async fn delete_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn delete_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         self.change_image(image, "delete", &header, |uid, image| ImageRequest::Delete { uid, image }).await
     }
 
-    async fn drain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn drain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         self.set_drained(gpu, true, &header).await
     }
 
-    async fn undrain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn undrain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         self.set_drained(gpu, false, &header).await
     }
 
@@ -300,7 +303,7 @@ impl Object {
     async fn list_rules(
         &self,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<Vec<HashMap<String, OwnedVariant>>, Failure> {
+    ) -> Result<Vec<HashMap<String, OwnedVariant>>, BoxDBusError> {
         self.admit_reader(&header).await?;
         let rules = self.read(|view| view.rules()).await?;
         Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
@@ -311,7 +314,7 @@ impl Object {
         name: String,
         rule: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), BoxDBusError> {
         let keys = rules::table(&rule).map_err(fdo::Error::InvalidArgs)?;
         // The caller is authorized before the rule is parsed, because parsing may query a directory
         // service for users.
@@ -327,7 +330,7 @@ impl Object {
         &self,
         pods: Vec<bus::Pod>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<HashMap<String, String>, Failure> {
+    ) -> Result<HashMap<String, String>, BoxDBusError> {
         self.callers.identify(Some(&header)).await?.may_change("set the pods of this node", "").await?;
         let (pods, mut refused) = Pods::read(pods).map_err(fdo::Error::InvalidArgs)?;
         refused.extend(self.on_loop(|control| control.set_pods(pods)).await?);
@@ -339,7 +342,7 @@ impl Object {
         &self,
         claims: Vec<bus::Claim>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<HashMap<String, String>, Failure> {
+    ) -> Result<HashMap<String, String>, BoxDBusError> {
         self.callers.identify(Some(&header)).await?.may_change("set the claims of this node", "").await?;
         let (claims, mut refused) = Claims::read(claims).map_err(fdo::Error::InvalidArgs)?;
         refused.extend(self.on_loop(|control| control.set_claims(claims)).await??);
@@ -351,7 +354,7 @@ impl Object {
         &self,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<bus::BundleFd, Failure> {
+    ) -> Result<bus::BundleFd, BoxDBusError> {
         let BundleOptions { command_lines } = options::parse(&options)?;
         self.callers.identify(Some(&header)).await?.may_debug().await?;
         let _one_at_a_time = self.shared.bundling.lock().await;
@@ -362,7 +365,7 @@ impl Object {
     }
 
     #[zbus(out_args("timeline"))]
-    async fn create_timeline(&self, #[zbus(header)] header: Header<'_>) -> Result<bus::BundleFd, Failure> {
+    async fn create_timeline(&self, #[zbus(header)] header: Header<'_>) -> Result<bus::BundleFd, BoxDBusError> {
         let (viewer, _place) = self.admit_viewer(&header).await?;
         let turn = self.shared.drawing.clone().lock_owned().await;
         let begin = Instant::now();
@@ -379,7 +382,7 @@ impl Object {
         Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
     }
 
-    async fn reload(&self, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn reload(&self, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change("reload the configuration", "").await?;
         let by = caller.label();
@@ -387,7 +390,7 @@ impl Object {
         Ok(reloaded.map_err(Error::InvalidConfiguration)?)
     }
 
-    async fn reset(&self, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+    async fn reset(&self, #[zbus(header)] header: Header<'_>) -> Result<(), BoxDBusError> {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change("reset the settings", "").await?;
         let by = caller.label();
@@ -395,7 +398,7 @@ impl Object {
     }
 
     #[zbus(out_args("clients"))]
-    async fn release_driver(&self, seconds: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<u64>, Failure> {
+    async fn release_driver(&self, seconds: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<u64>, BoxDBusError> {
         let lasts = settings::release(Duration::from_secs(seconds.into())).map_err(fdo::Error::InvalidArgs)?;
         self.callers.identify(Some(&header)).await?.may_change("make the scheduler release the driver", "").await?;
         Ok(self.run(move |control| async move { control.release_driver(lasts).await }).await?)
@@ -424,7 +427,11 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_time_quantum(&self, value: u32, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
+    async fn set_time_quantum(
+        &self,
+        value: u32,
+        #[zbus(header)] header: Option<Header<'_>>,
+    ) -> Result<(), BoxDBusError> {
         let quantum = settings::time_quantum(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
         self.change(move |changed| changed.time_quantum = Some(quantum), "change the time quantum", header.as_ref())
             .await
@@ -436,7 +443,7 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_max_wait(&self, value: u32, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
+    async fn set_max_wait(&self, value: u32, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), BoxDBusError> {
         let most = settings::max_wait(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
         self.change(move |changed| changed.max_wait = Some(most), "change the longest wait", header.as_ref()).await
     }
@@ -447,7 +454,11 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_anti_thrash(&self, value: String, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
+    async fn set_anti_thrash(
+        &self,
+        value: String,
+        #[zbus(header)] header: Option<Header<'_>>,
+    ) -> Result<(), BoxDBusError> {
         let mode = names::parse_anti_thrash(&value).map_err(fdo::Error::InvalidArgs)?;
         self.change(move |changed| changed.anti_thrash = Some(mode), "change anti-thrash", header.as_ref()).await
     }
@@ -458,7 +469,7 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_policy(&self, value: String, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
+    async fn set_policy(&self, value: String, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), BoxDBusError> {
         let policy = names::parse_policy(&value).map_err(fdo::Error::InvalidArgs)?;
         self.change(move |changed| changed.policy = Some(policy), "change the policy", header.as_ref()).await
     }
@@ -482,14 +493,14 @@ impl Object {
 impl Object {
     /// Checks that the caller may see other users' clients. `None` if the bus cannot identify the caller: it may see
     /// only the fields that every user may see.
-    async fn admit_reader(&self, header: &Header<'_>) -> Result<Option<Caller<'_>>, Failure> {
+    async fn admit_reader(&self, header: &Header<'_>) -> Result<Option<Caller<'_>>, BoxDBusError> {
         let caller = self.callers.identify(Some(header)).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
         Ok(caller)
     }
 
     /// Admits a caller that requests a timeline.
-    async fn admit_viewer(&self, header: &Header<'_>) -> Result<(Viewer, Share), Failure> {
+    async fn admit_viewer(&self, header: &Header<'_>) -> Result<(Viewer, Share), BoxDBusError> {
         let caller = self.callers.identify(Some(header)).await?;
         caller.may_see_others()?;
         let tenant = caller.identity("see a timeline")?.tenant;
@@ -503,20 +514,20 @@ impl Object {
         change: impl FnOnce(&mut Changed) + Send + 'static,
         what: &str,
         header: Option<&Header<'_>>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), BoxDBusError> {
         let caller = self.callers.identify(header).await?;
         caller.may_change(what, "").await?;
         let by = caller.label();
         Ok(self.run(move |control| async move { control.set(change, &by).await }).await??)
     }
 
-    async fn set_paused(&self, pid: u32, is_paused: bool, header: &Header<'_>) -> Result<(), Failure> {
+    async fn set_paused(&self, pid: u32, is_paused: bool, header: &Header<'_>) -> Result<(), BoxDBusError> {
         let what = format!("{} process {pid}", if is_paused { "pause" } else { "resume" });
         let users = self.authorize_for(pid, &what, header).await?;
         Ok(self.run(move |control| async move { control.pause(pid, is_paused, &users).await }).await??)
     }
 
-    async fn set_drained(&self, gpu: String, drained: bool, header: &Header<'_>) -> Result<(), Failure> {
+    async fn set_drained(&self, gpu: String, drained: bool, header: &Header<'_>) -> Result<(), BoxDBusError> {
         let what = format!("{} GPU {gpu:?}", if drained { "drain" } else { "undrain" });
         self.callers.identify(Some(header)).await?.may_change(&what, "").await?;
         Ok(self.run(move |control| async move { control.drain(&gpu, drained).await }).await??)
@@ -526,7 +537,7 @@ impl Object {
     ///
     /// # Errors
     /// The caller may not perform this action on the program.
-    async fn authorize_for(&self, pid: u32, what: &str, header: &Header<'_>) -> Result<BTreeSet<u32>, Failure> {
+    async fn authorize_for(&self, pid: u32, what: &str, header: &Header<'_>) -> Result<BTreeSet<u32>, BoxDBusError> {
         let caller = self.callers.identify(Some(header)).await?;
         caller.may_see_others()?;
         let users = self.on_loop(move |control| control.core.borrow().model.users_of(pid)).await??;
@@ -541,7 +552,7 @@ impl Object {
         verb: &str,
         header: &Header<'_>,
         change: impl FnOnce(u32, String) -> ImageRequest,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), BoxDBusError> {
         let (uid, budget) = self.authorize_for_image(&image, verb, header).await?;
         let what = format!("{verb} image {image:?}");
         let change = change(uid, image);
@@ -558,7 +569,7 @@ impl Object {
         image: &str,
         verb: &str,
         header: &Header<'_>,
-    ) -> Result<(u32, Arc<Budget>), Failure> {
+    ) -> Result<(u32, Arc<Budget>), BoxDBusError> {
         let caller = self.callers.identify(Some(header)).await?;
         let what = format!("{verb} image {image:?}");
         caller.identity(&what)?;

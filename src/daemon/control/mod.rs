@@ -2,14 +2,12 @@
 //! and rules, reloads, and orders that are saved.
 //!
 //! - [`changes`]: settings changed at run time.
-//! - [`failure`]: errors of requests.
 //! - [`last_good`]: the last valid configuration. The daemon starts with this configuration if the
 //!   files are invalid.
 //! - [`status_line`]: the line that `systemctl status` shows.
 //! - [`views`]: copies of the state, for readers.
 
 pub mod changes;
-mod failure;
 pub mod last_good;
 pub mod status_line;
 pub mod views;
@@ -23,7 +21,7 @@ use std::time::Duration;
 use tokio::sync::{Mutex, oneshot};
 use tokio::task::{spawn_blocking, spawn_local};
 use tracing::{info, warn};
-use zbus::fdo;
+use zbus::{BoxDBusError, fdo};
 
 use crate::bus::Error;
 use crate::config::rules::Addition;
@@ -39,7 +37,6 @@ use crate::daemon::state_file::Saving;
 use crate::daemon::systemd;
 use crate::daemon::usage::{self, UsageAnswer};
 use changes::{Changed, Changes};
-pub use failure::Failure;
 use last_good::{LastGood, in_effect_despite};
 
 /// The daemon, for requests whose callers are already authorized.
@@ -208,7 +205,7 @@ impl Control {
     ///
     /// # Errors
     /// The configuration files are invalid, or the change cannot be saved. Then nothing changes.
-    pub async fn reset(&self, by: &str) -> Result<(), Failure> {
+    pub async fn reset(&self, by: &str) -> Result<(), BoxDBusError> {
         let _one_at_a_time = self.loading.lock().await;
         // Reads the files before discarding the changes, so that an error in the files leaves
         // everything unchanged.
