@@ -63,43 +63,24 @@ pub struct Amounts {
 }
 
 impl Amounts {
-    fn all(&self) -> [f64; 7] {
+    fn all_mut(&mut self) -> [&mut f64; 7] {
         [
-            self.lock_seconds,
-            self.grants,
-            self.wait_seconds,
-            self.resident_byte_seconds,
-            self.swapped_byte_seconds,
-            self.swapped_in_bytes,
-            self.swapped_out_bytes,
+            &mut self.lock_seconds,
+            &mut self.grants,
+            &mut self.wait_seconds,
+            &mut self.resident_byte_seconds,
+            &mut self.swapped_byte_seconds,
+            &mut self.swapped_in_bytes,
+            &mut self.swapped_out_bytes,
         ]
     }
 
-    fn from_all(all: [f64; 7]) -> Self {
-        let [
-            lock_seconds,
-            grants,
-            wait_seconds,
-            resident_byte_seconds,
-            swapped_byte_seconds,
-            swapped_in_bytes,
-            swapped_out_bytes,
-        ] = all;
-        Self {
-            lock_seconds,
-            grants,
-            wait_seconds,
-            resident_byte_seconds,
-            swapped_byte_seconds,
-            swapped_in_bytes,
-            swapped_out_bytes,
-        }
+    fn all(mut self) -> [f64; 7] {
+        self.all_mut().map(|amount| *amount)
     }
 
     pub fn add(&mut self, more: &Self) {
-        let (mut sums, more) = (self.all(), more.all());
-        sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
-        *self = Self::from_all(sums);
+        self.all_mut().into_iter().zip(more.all()).for_each(|(sum, more)| *sum += more);
     }
 }
 

@@ -269,11 +269,11 @@ fn advance(transaction: &Transaction<'_>, clock: i64, elapsed: Duration) -> rusq
 
 /// Reads amounts from consecutive columns, beginning with the column `first`.
 fn amounts(row: &Row<'_>, first: usize) -> rusqlite::Result<Amounts> {
-    let mut all = [0.0; 7];
-    for (at, amount) in all.iter_mut().enumerate() {
+    let mut amounts = Amounts::default();
+    for (at, amount) in amounts.all_mut().into_iter().enumerate() {
         *amount = row.get(first + at)?;
     }
-    Ok(Amounts::from_all(all))
+    Ok(amounts)
 }
 
 fn insert(
