@@ -13,6 +13,7 @@
 //! would count as free for a while.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use nvshare_wire::Secret;
@@ -32,9 +33,6 @@ const ANY_RANGE: (u32, u32) = (0, u32::MAX);
 
 /// A range of an exporter's memory: the exporter's secret, and its number for the range.
 type Range = (Secret, u32);
-/// The first and the last of all ranges.
-const FIRST: Range = (Secret([0; 16]), 0);
-const LAST: Range = (Secret([u8::MAX; 16]), u32::MAX);
 
 /// Records exports, requests and imports. The time for a change is logarithmic in the number of
 /// entries. The time for a report, and for the end of a client, is also linear in the number of ranges
@@ -124,7 +122,8 @@ pub struct OpenRequest {
     pub range: u32,
 }
 
-/// One client's use of an open range of an exporter's memory.
+/// One client's use of an open range of an exporter's memory. The order of the fields is the order
+/// of imports, so that a client's imports follow each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Import {
     pub importer: ClientId,
@@ -133,6 +132,12 @@ pub struct Import {
 }
 
 impl Import {
+    /// From the first possible import of a client to the last.
+    fn all_of(importer: ClientId) -> RangeInclusive<Self> {
+        let import = |byte, range| Self { importer, exporter: Secret([byte; 16]), range };
+        import(0, 0)..=import(u8::MAX, u32::MAX)
+    }
+
     fn range(&self) -> Range {
         (self.exporter, self.range)
     }
@@ -164,45 +169,43 @@ enum CountedBy {
 /// The memory that clients have open.
 #[derive(Debug, Default)]
 struct Imports {
-    all: BTreeMap<(ClientId, Range), OpenMemory>,
+    all: BTreeMap<Import, OpenMemory>,
     importers: BTreeSet<(Range, ClientId)>,
     /// The imports that [`CountedBy::Missing`] applies to. Each message of a client looks for them.
-    missing: BTreeSet<(ClientId, Range)>,
+    missing: BTreeSet<Import>,
 }
 
 impl Imports {
     fn insert(&mut self, import: Import, memory: OpenMemory) {
         self.note(import, memory.counted_by);
-        self.all.insert((import.importer, import.range()), memory);
+        self.all.insert(import, memory);
         self.importers.insert((import.range(), import.importer));
     }
 
     /// Removes an import. Returns the client that counted its bytes.
     fn remove(&mut self, import: Import) -> Option<CountedBy> {
         self.importers.remove(&(import.range(), import.importer));
-        self.missing.remove(&(import.importer, import.range()));
-        self.all.remove(&(import.importer, import.range())).map(|memory| memory.counted_by)
+        self.missing.remove(&import);
+        self.all.remove(&import).map(|memory| memory.counted_by)
     }
 
     fn get(&self, import: Import) -> Option<&OpenMemory> {
-        self.all.get(&(import.importer, import.range()))
+        self.all.get(&import)
     }
 
     /// Keeps `missing` up to date.
     fn note(&mut self, import: Import, counted_by: CountedBy) {
-        let key = (import.importer, import.range());
         if is_missing(counted_by) {
-            self.missing.insert(key)
+            self.missing.insert(import)
         } else {
-            self.missing.remove(&key)
+            self.missing.remove(&import)
         };
     }
 
     /// Changes the client that counts an import's bytes, if `is_meant` is true of the present one. Returns whether
     /// it has changed.
     fn change(&mut self, import: Import, is_meant: impl Fn(CountedBy) -> bool, now: CountedBy) -> bool {
-        let memory = self.all.get_mut(&(import.importer, import.range()));
-        let Some(memory) = memory.filter(|memory| is_meant(memory.counted_by)) else { return false };
+        let Some(memory) = self.all.get_mut(&import).filter(|memory| is_meant(memory.counted_by)) else { return false };
         memory.counted_by = now;
         self.note(import, now);
         true
@@ -210,16 +213,12 @@ impl Imports {
 
     /// The memory that one client has open.
     fn of_importer(&self, importer: ClientId) -> impl Iterator<Item = (Import, &OpenMemory)> {
-        let all = self.all.range((importer, FIRST)..=(importer, LAST));
-        all.map(|((importer, (exporter, range)), memory)| {
-            (Import { importer: *importer, exporter: *exporter, range: *range }, memory)
-        })
+        self.all.range(Import::all_of(importer)).map(|(import, memory)| (*import, memory))
     }
 
     /// The imports of one client whose exporters are missing.
     fn missing_of(&self, importer: ClientId) -> impl Iterator<Item = Import> {
-        let all = self.missing.range((importer, FIRST)..=(importer, LAST));
-        all.map(|(importer, (exporter, range))| Import { importer: *importer, exporter: *exporter, range: *range })
+        self.missing.range(Import::all_of(importer)).copied()
     }
 
     /// The imports of ranges of one exporter. `ranges`: the first and the last of these ranges.
