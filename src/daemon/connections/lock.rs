@@ -101,12 +101,10 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
     let record = Record::new(&gpu, identity);
     let files =
         LockFiles { owner: UnixStream::from_std(owner).map_err(failed)?, record: record.create().map_err(failed)? };
-    let (arrival, keeper) = record.client(files, budget).map_err(failed)?;
-    let client = core.borrow_mut().connect(arrival);
-    let (core, connections) = (core.clone(), connections.clone());
+    let keeper = record.keeper(core, files, budget, Core::connect).map_err(failed)?;
+    let connections = connections.clone();
     spawn_local(async move {
         connections.resumed().await;
-        let keeper = keeper.of(&core, client);
         keeper.attach();
         // A program first waits for its context. A lock has no context, so the lock is requested
         // immediately.
@@ -152,8 +150,14 @@ impl Record {
         Ok((systemd::record::read(file, held.len() as u64)?, held == HELD))
     }
 
-    /// Creates the client that represents the lock, and the parts of its keeper.
-    fn client(self, files: LockFiles, budget: Arc<Budget>) -> io::Result<(Arrival, Unattached)> {
+    /// Creates the client that represents the lock, and its keeper. `connect` adds the client to the core.
+    fn keeper(
+        self,
+        core: &Rc<RefCell<Core>>,
+        files: LockFiles,
+        budget: Arc<Budget>,
+        connect: impl FnOnce(&mut Core, Arrival) -> ClientId,
+    ) -> io::Result<LockKeeper> {
         let (client_end, daemon_end) = socket::packet_pair()?;
         let connection = Rc::new(Connection::new(Foreign::connection(daemon_end, 0), version::MAX, budget)?);
         let client_end = descriptors::watch(client_end)?;
@@ -169,7 +173,8 @@ impl Record {
             is_asleep: false,
             process: None,
         };
-        Ok((arrival, Unattached { record: self, connection, client_end, files }))
+        let client = connect(&mut core.borrow_mut(), arrival);
+        Ok(LockKeeper { core: core.clone(), client, record: self, connection, client_end, files })
     }
 }
 
@@ -195,10 +200,14 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         let owner = UnixStream::from_std(socket.into())?;
         let budget = connections.budgets.of(&content.identity.tenant);
         let place = budget.hold(What::Clients, 1);
-        let (arrival, keeper) = content.client(LockFiles { owner, record }, budget)?;
-        Ok::<_, io::Error>((arrival, keeper, held, place))
+        let client = ClientId(name.client);
+        let keeper = content.keeper(core, LockFiles { owner, record }, budget, |core, arrival| {
+            core.resume(client, arrival, name);
+            client
+        })?;
+        Ok::<_, io::Error>(TakenOver { keeper, held, place })
     };
-    let (arrival, keeper, held, place) = match taken_over() {
+    let taken_over = match taken_over() {
         Ok(taken_over) => taken_over,
         Err(e) => {
             warn!(name: "lock-lost", client = name.client, "cannot restore a lock held over D-Bus, releasing it: {e}");
@@ -208,15 +217,13 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
             return None;
         }
     };
-    let client = ClientId(name.client);
-    core.borrow_mut().resume(client, arrival, name);
-    let keeper = keeper.of(core, client);
+    let keeper = &taken_over.keeper;
     keeper.attach();
-    if held {
-        core.borrow_mut().resume_locks(client, GPUS);
+    if taken_over.held {
+        core.borrow_mut().resume_locks(keeper.client, GPUS);
         keeper.granted();
     }
-    Some(TakenOver { keeper, held, place })
+    Some(taken_over)
 }
 
 impl TakenOver {
@@ -227,21 +234,6 @@ impl TakenOver {
             keeper.request();
         }
         spawn_local(async move { keeper.keep(place).await });
-    }
-}
-
-/// The parts of a [`LockKeeper`] that exist before its client has an ID.
-struct Unattached {
-    record: Record,
-    connection: Rc<Connection>,
-    client_end: AsyncFd<OwnedFd>,
-    files: Rc<LockFiles>,
-}
-
-impl Unattached {
-    fn of(self, core: &Rc<RefCell<Core>>, client: ClientId) -> LockKeeper {
-        let Self { record, connection, client_end, files } = self;
-        LockKeeper { core: core.clone(), client, record, connection, client_end, files }
     }
 }
 
