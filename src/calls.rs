@@ -18,7 +18,7 @@ const FILE_LINES: usize = 700;
 const FUNCTION_LINES: usize = 80;
 /// Longer functions, with their lines of code. The list and its numbers may only shrink.
 const LONG: [(&str, &str, usize); 2] =
-    [("ctl/status.rs", "gpu_text", 108), ("daemon/transport/session.rs", "receive", 142)];
+    [("ctl/status.rs", "gpu_text", 108), ("daemon/transport/session.rs", "receive", 138)];
 
 /// Methods that types of the standard library have too. Such a call counts only if its receiver is known.
 const COMMON: &str = "add all and any as_str clear clone close cmp collect contains contains_key count default \

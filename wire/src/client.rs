@@ -245,7 +245,9 @@ byte_enum! {
 
 byte_enum! {
     /// The kind of a GPU.
+    #[derive(Default)]
     pub enum GpuKind {
+        #[default]
         Gpu = 0,
         /// A MIG slice. It counts as a separate GPU and has its own UUID.
         Mig = 1,

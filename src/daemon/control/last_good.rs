@@ -55,10 +55,7 @@ impl LastGood {
     pub fn fallback(&self) -> Option<Fallback> {
         self.0.as_ref()?;
         let kept = self.read().and_then(|sources| sources.config_as_before().ok());
-        Some(match kept {
-            Some(config) => Fallback { config, is_default: false },
-            None => Fallback { config: Config::default(), is_default: true },
-        })
+        Some(Fallback { is_default: kept.is_none(), config: kept.unwrap_or_default() })
     }
 
     fn read(&self) -> Option<Sources> {

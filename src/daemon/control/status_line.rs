@@ -30,8 +30,7 @@ pub fn format(problems: &[String], gpus: &[bus::Gpu], clients: &[ClientView]) ->
         }
     }
     if line.len() > MAX_LENGTH {
-        let end = (0..=MAX_LENGTH).rev().find(|at| line.is_char_boundary(*at)).unwrap_or(0);
-        line.truncate(end);
+        line.truncate(line.floor_char_boundary(MAX_LENGTH));
         line.push('…');
     }
     line

@@ -20,7 +20,7 @@ use crate::daemon::gpu::nvml::{DriverVersions, Sample};
 use crate::identity::Identity;
 use crate::recorder::Recording;
 use crate::recorder::bundle::{self, Circumstances, Process, nanos};
-use crate::scheduler::{ClientId, Placement, Time};
+use crate::scheduler::{ClientId, Time};
 use crate::sys::clock;
 
 /// The contents of a bundle.
@@ -143,23 +143,14 @@ fn configuration(config: &Config) -> Value {
         keys.insert("origin".into(), rule.origin.to_string().into());
         keys
     });
-    let metrics = match metrics {
-        Listen::Nowhere => String::new(),
-        Listen::Path(path) => path.display().to_string(),
-        Listen::Address(address) => address.to_string(),
-    };
-    let placement = match settings.placement {
-        Placement::None => "none",
-        Placement::Pack => "pack",
-        Placement::Spread => "spread",
-    };
+    let metrics = if *metrics == Listen::Nowhere { String::new() } else { metrics.to_string() };
     json!({
         "time-quantum": format!("{}s", settings.time_quantum.as_secs()),
         "max-wait": format!("{}s", settings.max_wait.as_secs()),
         "time-period": format!("{}s", settings.time_period.as_secs()),
         "anti-thrash": names::anti_thrash_name(settings.anti_thrash),
         "policy": names::policy_name(settings.policy),
-        "placement": placement,
+        "placement": settings.placement,
         "sleep-after": settings.sleep_after.map_or("never".into(), |after| format!("{}s", after.as_secs())),
         "max-clients-per-tenant": max_clients_per_tenant,
         "log-level": log_level,

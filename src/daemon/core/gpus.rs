@@ -5,14 +5,12 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use nvshare_wire::SchedulerMessage;
-use nvshare_wire::client::GpuKind;
 use tracing::{info, warn};
 
 use super::model::{Gpu, Model};
 use crate::daemon::gpu::nvml::{GpuDescription, NvmlState};
 use crate::daemon::tenants::What;
 use crate::daemon::transport::session::Violation;
-use crate::identity::printable;
 use crate::scheduler::{ClientId, Event, GpuId};
 
 /// Maximum work that a client may queue ahead on a GPU with a display: one frame at 60 Hz. The
@@ -68,17 +66,10 @@ impl Model {
     ///
     /// # Errors
     /// The client's tenant has named too many GPUs that NVML does not list.
-    pub(super) fn add_unlisted(
-        &mut self,
-        client: ClientId,
-        gpu: GpuId,
-        kind: GpuKind,
-        total: u64,
-        name: &str,
-    ) -> Result<bool, Violation> {
+    pub(super) fn add_unlisted(&mut self, client: ClientId, gpu: GpuId, named: Gpu) -> Result<bool, Violation> {
         let Some(budget) = self.budget(client).filter(|_| !self.gpus.contains_key(&gpu)) else { return Ok(false) };
         let share = budget.take(What::Gpus, 1).ok_or(Violation::TooManyGpus)?;
-        self.gpus.insert(gpu, Gpu { named_by: Some(share), ..Gpu::new(kind, printable(name), total) });
+        self.gpus.insert(gpu, Gpu { named_by: Some(share), ..named });
         Ok(true)
     }
 

@@ -156,6 +156,7 @@ pub struct Use {
     pub reason: EngineReason,
 }
 
+#[derive(Default)]
 pub(super) struct Gpu {
     pub kind: GpuKind,
     pub name: String,
@@ -190,23 +191,7 @@ pub(super) struct Gpu {
 impl Gpu {
     /// A GPU with only these known properties.
     pub fn new(kind: GpuKind, name: String, total: u64) -> Self {
-        Self {
-            kind,
-            name,
-            total,
-            index: None,
-            gone: false,
-            is_foreign: false,
-            minor: None,
-            capability: None,
-            accounting: Accounting::default(),
-            sample: None,
-            has_display: false,
-            has_fabric: false,
-            has_others: true,
-            evicted: 0,
-            named_by: None,
-        }
+        Self { kind, name, total, has_others: true, ..Self::default() }
     }
 
     pub fn label(&self, gpu: GpuId) -> String {

@@ -146,17 +146,10 @@ fn choice(model: &Model, client: ClientId, query: &PlacementQuery) -> Choice {
         ));
     }
     if is_request || (query.chooser == Chooser::Nobody && policy != Placement::None) {
-        let mut candidates = ids(&left);
-        if query.count > 1 {
-            // A process can see only one MIG slice, so MIG slices cannot be combined.
-            candidates = left.iter().filter(|(_, gpu, _)| !gpu.is_slice()).map(|(id, ..)| *id).collect();
-        }
-        return Choice::Machine(PlacementRequest {
-            candidates,
-            count: query.count,
-            bytes: query.bytes,
-            ahead: query.ahead,
-        });
+        let PlacementQuery { count, bytes, ahead, .. } = *query;
+        // A process can see only one MIG slice, so MIG slices cannot be combined.
+        let candidates = left.iter().filter(|(_, gpu, _)| count <= 1 || !gpu.is_slice()).map(|(id, ..)| *id).collect();
+        return Choice::Machine(PlacementRequest { candidates, count, bytes, ahead });
     }
     if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
 }

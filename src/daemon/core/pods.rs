@@ -50,13 +50,10 @@ impl Pods {
                 true => Ok(None),
                 false => read_rule("pod", &uid, &format!("{namespace}/{name}"), &rule, &origin).map(Some),
             };
-            let rule = match read {
-                Ok(rule) => rule,
-                Err(why) => {
-                    refused.insert(uid.clone(), why);
-                    None
-                }
-            };
+            let rule = read.unwrap_or_else(|why| {
+                refused.insert(uid.clone(), why);
+                None
+            });
             pods.0.insert(uid, Known { namespace, name, containers, rule });
         }
         Ok((pods, refused))

@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::time::Duration;
 
-use nvshare_wire::client::GpuKind;
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{SchedulerMessage, SlotSet, Text};
@@ -16,7 +15,7 @@ use super::containers::Containers;
 use super::host::Host;
 use super::io::{Io, Problems, replace};
 use super::measure::{allowed, reporter, unmeasured};
-use super::model::{Arrival, Model, Wanted};
+use super::model::{Arrival, Gpu, Model, Wanted};
 use super::moves;
 use super::observe::Observe;
 use super::placement::{self, NoGpu};
@@ -30,6 +29,7 @@ use crate::daemon::systemd::fd_store::EntryName;
 use crate::daemon::tenants::Slice;
 use crate::daemon::transport::session::{ClientAction, PlacementQuery, Violation};
 use crate::daemon::usage::HoursUsed;
+use crate::identity::printable;
 use crate::scheduler::{ClientId, Command, Event, GpuId, Settings, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
@@ -329,7 +329,7 @@ impl Core {
     fn attach(&mut self, client: ClientId, attach: ClientAction, now: Time) -> Result<(), Violation> {
         let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
         self.host.files.offer(&self.model, client);
-        self.add_unlisted(client, gpu, kind, total, &name)?;
+        self.add_unlisted(client, gpu, Gpu::new(kind, printable(&name), total))?;
         if !self.model.may_use(client, gpu) {
             return Err(self.refuse_unproven(client, gpu));
         }
@@ -483,15 +483,9 @@ impl Core {
     }
 
     /// Adds a GPU that a client named, if NVML does not list it.
-    fn add_unlisted(
-        &mut self,
-        client: ClientId,
-        gpu: GpuId,
-        kind: GpuKind,
-        total: u64,
-        name: &str,
-    ) -> Result<(), Violation> {
-        if !self.model.add_unlisted(client, gpu, kind, total, name)? {
+    fn add_unlisted(&mut self, client: ClientId, gpu: GpuId, named: Gpu) -> Result<(), Violation> {
+        let total = named.total;
+        if !self.model.add_unlisted(client, gpu, named)? {
             return Ok(());
         }
         self.observe.log.log_unlisted(&self.model, client, gpu);

@@ -7,7 +7,7 @@
 //! counted, so the scheduling loop never waits.
 
 use std::collections::HashMap;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
@@ -53,19 +53,13 @@ enum Entry {
 pub struct Journal(Sender);
 
 /// The sending end of the queue of lines to the thread.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct Sender {
     entries: SyncSender<Entry>,
     /// Number of lines dropped since the last report of dropped lines.
     lost: Arc<AtomicU64>,
     /// The receiving end of the queue. `None` once the thread has started.
     waiting: Arc<Mutex<Option<Receiver<Entry>>>>,
-}
-
-impl fmt::Debug for Sender {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Sender")
-    }
 }
 
 impl Sender {
@@ -147,10 +141,7 @@ impl<S: Subscriber> Layer<S> for Journal {
 
 impl Line {
     fn put(&mut self, field: &Field, mut value: String) {
-        if value.len() > MAX_VALUE {
-            let end = (0..=MAX_VALUE).rev().find(|at| value.is_char_boundary(*at)).unwrap_or(0);
-            value.truncate(end);
-        }
+        value.truncate(value.floor_char_boundary(MAX_VALUE));
         if let Some(place) = self.values.get_mut(field.index()) {
             *place = Some(value);
         }
@@ -163,9 +154,7 @@ impl Visit for Line {
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        let mut text = String::new();
-        let _ = write!(text, "{value:?}");
-        self.put(field, text);
+        self.put(field, format!("{value:?}"));
     }
 }
 

@@ -78,14 +78,6 @@ const fn bytes<T>(name: &'static str, of: fn(&T) -> Option<u64>, help: &'static 
     family(name, Some(Unit::Bytes), Gauge(of), help)
 }
 
-const fn age<T>(name: &'static str, of: fn(&T) -> Option<Duration>, help: &'static str) -> Family<T> {
-    family(name, Some(Unit::Seconds), Age(of), help)
-}
-
-const fn waits<T>(name: &'static str, of: fn(&T) -> &Waits, help: &'static str) -> Family<T> {
-    family(name, Some(Unit::Seconds), Value::Waits(of), help)
-}
-
 /// The metrics that GPUs, workloads and programs have.
 #[rustfmt::skip] // a table
 pub static COMMON: [Family<Used>; 12] = [
@@ -114,7 +106,7 @@ pub static COMMON: [Family<Used>; 12] = [
 pub static OF_PROGRAMS: [Family<Used>; 4] = [
     time("wait", |used| used.counted.wait_time,
         "Time that programs waited before they were granted the GPU lock, summed over programs."),
-    age("waiting", |used| Some(used.attached?.waits),
+    family("waiting", Some(Unit::Seconds), Age(|used| Some(used.attached?.waits)),
         "Time that the longest-waiting program has been waiting for the GPU lock. 0 if no program is waiting."),
     bytes("limit", |used| Some(used.attached?.limit), "Largest sum that the demands of programs can reach now."),
     bytes("memory_max", |used| used.attached?.memory_max,
@@ -127,7 +119,7 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 1] =
 #[rustfmt::skip] // a table
 pub static OF_GPUS: [Family<OfGpu>; 12] = [
     time("held", |gpu| gpu.held, "Time in which at least one program held the GPU lock."),
-    waits("wait", |gpu| &gpu.waits, "Time that programs waited before they were granted the GPU lock."),
+    family("wait", Some(Unit::Seconds), Value::Waits(|gpu| &gpu.waits), "Time that programs waited before they were granted the GPU lock."),
     gauge("gone", |gpu| Some(gpu.seen.gone.into()),
         "Whether NVML no longer lists the GPU although programs still use it: 1 or 0."),
     bytes("total", |gpu| Some(gpu.seen.total), "Memory of the GPU."),

@@ -333,8 +333,7 @@ fn command_line(raw: &[u8]) -> String {
     let words: Vec<String> = raw.split(|b| *b == 0).filter(|w| !w.is_empty()).map(printable).collect();
     let mut line = words.join(" ");
     if line.len() > MAX_COMMAND {
-        let end = (0..=MAX_COMMAND).rev().find(|i| line.is_char_boundary(*i)).unwrap_or(0);
-        line.truncate(end);
+        line.truncate(line.floor_char_boundary(MAX_COMMAND));
         line.push('…');
     }
     line

@@ -299,9 +299,7 @@ impl Session {
                 ClientAction::Incomplete
             }
             ClientMessage::RequestPlacement { chooser, count, bytes, devices, ahead } => {
-                if bytes > MAX_BYTES {
-                    return Err(Violation::Bytes { field: "bytes", bytes });
-                }
+                check_bytes(&[("bytes", bytes)])?;
                 let (choice, bytes) = (std::mem::take(&mut self.choice), Some(bytes).filter(|bytes| *bytes > 0));
                 ClientAction::RequestPlacement(PlacementQuery {
                     chooser,
@@ -335,9 +333,7 @@ impl Session {
             ClientMessage::Leaving { answer } => ClientAction::Leaving(answer),
             ClientMessage::Wake {} => ClientAction::Event(Event::WakeRequested { client }),
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
-                if bytes > MAX_BYTES {
-                    return Err(Violation::Bytes { field: "bytes", bytes });
-                }
+                check_bytes(&[("bytes", bytes)])?;
                 ClientAction::SharedMemory { message, gpu: self.slots.get(slot as usize).copied().flatten() }
             }
             message @ (ClientMessage::Exporter { .. }

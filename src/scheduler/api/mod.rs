@@ -37,7 +37,7 @@ pub type Time = Duration;
 pub struct GpuId(pub Uuid);
 
 /// A client. The client exists while its process lives. Ids are never reused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize)]
 pub struct ClientId(pub u64);
 
 /// GPU memory that is kept free for programs that are not clients. Ids are never reused.

@@ -106,7 +106,7 @@ pub struct Attached {
 }
 
 /// The figures of a client's process.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Process {
     used: u64,
     least: u64,
@@ -304,16 +304,7 @@ fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<
     let mut all: BTreeMap<u32, Process> = BTreeMap::new();
     for Attached { client, pid, least, most, managed_mapped, adopted, is_new, .. } in clients {
         let used = processes.get(pid).copied().unwrap_or(0);
-        let process = all.entry(*pid).or_insert(Process {
-            used,
-            least: 0,
-            most: 0,
-            managed_mapped: 0,
-            adopted: 0,
-            is_new: false,
-            clients: 0,
-            first: *client,
-        });
+        let process = all.entry(*pid).or_insert(Process { used, first: *client, ..Process::default() });
         process.least = process.least.saturating_add(*least);
         process.most = process.most.saturating_add(*most);
         process.managed_mapped = process.managed_mapped.saturating_add(*managed_mapped);

@@ -87,7 +87,7 @@ pub enum NvmlState {
 }
 
 /// The GPUs that exist.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
     /// GPUs with errors, and the errors. For example, a GPU needs a reset, or the driver has
@@ -315,11 +315,7 @@ impl Supervisor {
     fn driver_is_gone(&mut self) -> Sent {
         self.faults.only_there(&BTreeSet::new());
         if !std::mem::take(&mut self.listed).is_empty() {
-            self.reports.send(Report::Gpus(Listing {
-                gpus: Vec::new(),
-                failing: BTreeMap::new(),
-                is_complete: true,
-            }))?;
+            self.reports.send(Report::Gpus(Listing { is_complete: true, ..Listing::default() }))?;
         }
         self.fails(&NvmlError::DriverNotLoaded)
     }
@@ -364,16 +360,12 @@ impl Supervisor {
         }
         if asked.scan || listed != self.listed || self.failing != is_known {
             let gpus = devices.describe();
-            if devices.error.is_none() {
-                self.listed = listed;
-            } else {
-                self.listed.extend(listed);
+            let (failing, is_complete) = (self.failing.clone(), devices.error.is_none());
+            if is_complete {
+                self.listed.clear();
             }
-            reports.send(Report::Gpus(Listing {
-                gpus,
-                failing: self.failing.clone(),
-                is_complete: devices.error.is_none(),
-            }))?;
+            self.listed.extend(listed);
+            reports.send(Report::Gpus(Listing { gpus, failing, is_complete }))?;
         }
         if asked.sample {
             reports.send(Report::Used(devices.sample()))?;
