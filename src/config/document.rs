@@ -1,28 +1,18 @@
 //! TOML documents, and errors that name the file, line and column of a mistake.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::de;
 
 /// A mistake in a configuration file. The displayed text is a whole sentence that names the file
 /// and, if known, the line and column.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
+    #[error("cannot read {}: {reason}", path.display())]
     Unreadable { path: PathBuf, reason: String },
+    #[error("{}:{line}:{column}: {reason}", path.display())]
     Invalid { path: PathBuf, line: usize, column: usize, reason: String },
 }
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unreadable { path, reason } => write!(f, "cannot read {}: {reason}", path.display()),
-            Self::Invalid { path, line, column, reason } => write!(f, "{}:{line}:{column}: {reason}", path.display()),
-        }
-    }
-}
-
-impl std::error::Error for ConfigError {}
 
 /// Parses the text of a file.
 ///

@@ -1,19 +1,22 @@
 //! Errors as sentences, and their exit codes.
 
-use std::fmt;
+use std::fmt::Display;
 use std::path::Path;
 
 /// The directory of the control socket in nvshare's own pod. `kubernetes/base/daemonset.yaml`
 /// mounts it.
 const CONTROL_IN_POD: &str = "/run/nvshare-control";
 
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum CtlError {
     /// The scheduler or the system refused the operation. The exit code is 1.
+    #[error("{0}")]
     Failed(String),
     /// The scheduler is not running. The exit code is 3.
+    #[error("{0}")]
     NotRunning(String),
     /// A command cannot be run. The exit code is 127 if the command does not exist, otherwise 126.
+    #[error("cannot run {command}: {error}")]
     CannotRun { command: String, error: std::io::Error },
 }
 
@@ -27,7 +30,7 @@ impl CtlError {
         }
     }
 
-    pub(super) fn not_running(why: impl fmt::Display) -> Self {
+    pub(super) fn not_running(why: impl Display) -> Self {
         // kubelet sets the variable in every container. Only nvshare's own pod contains the
         // directory.
         let (is_pod, is_own) =
@@ -49,17 +52,6 @@ impl CtlError {
         })
     }
 }
-
-impl fmt::Display for CtlError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Failed(text) | Self::NotRunning(text) => f.write_str(text),
-            Self::CannotRun { command, error } => write!(f, "cannot run {command}: {error}"),
-        }
-    }
-}
-
-impl std::error::Error for CtlError {}
 
 /// D-Bus errors if the scheduler's name has no owner and cannot be activated.
 const NOBODY: [&str; 8] = [

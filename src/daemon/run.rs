@@ -1,7 +1,7 @@
 //! Startup, the scheduling loop and shutdown.
 
 use std::cell::{Cell, RefCell};
-use std::fmt;
+use std::fmt::Display;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -70,7 +70,8 @@ pub struct Options {
 }
 
 /// The reason why the daemon cannot start, as a sentence.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{text}")]
 pub struct StartError {
     text: String,
     /// The journal already contains the error.
@@ -78,18 +79,10 @@ pub struct StartError {
 }
 
 impl StartError {
-    fn new(text: impl fmt::Display) -> Self {
+    fn new(text: impl Display) -> Self {
         Self { text: text.to_string(), is_logged: false }
     }
 }
-
-impl fmt::Display for StartError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
-}
-
-impl std::error::Error for StartError {}
 
 /// Runs the daemon until SIGTERM or SIGINT. Must be called while the process has only one thread.
 ///

@@ -22,7 +22,6 @@
 //! lists the clients that are no longer measured.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, Write};
 use std::time::Duration;
@@ -257,19 +256,12 @@ pub struct Entries<R> {
 }
 
 /// A mistake in a bundle, with its line number.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("line {line}: {text}")]
 pub struct ReadError {
     pub line: usize,
     pub text: String,
 }
-
-impl fmt::Display for ReadError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "line {}: {}", self.line, self.text)
-    }
-}
-
-impl std::error::Error for ReadError {}
 
 /// Reads a file that [`write`] or a [`RecordFile`] wrote, up to the checkpoint.
 pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {

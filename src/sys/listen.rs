@@ -1,7 +1,6 @@
 //! A listening socket with a single owner. The owner locks a file beside the socket, and removes
 //! both files at the end.
 
-use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::OwnedFd;
@@ -22,51 +21,26 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(5);
 const LOCK_RETRY: Duration = Duration::from_millis(5);
 
 /// The reason why a socket cannot be bound, with a remedy if there is one.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum BindError {
     /// Another daemon holds the lock on the lock file.
-    Locked {
-        path: PathBuf,
-        pid: String,
-    },
+    #[error(
+        "another nvshare-scheduler ({pid}) already serves {}. Stop it first, or choose another path with --socket",
+        path.display()
+    )]
+    Locked { path: PathBuf, pid: String },
     /// A process that does not use the lock file accepts connections on the socket.
-    Answers {
-        path: PathBuf,
-    },
+    #[error(
+        "another process already answers on {}. Stop it first, or choose another path with --socket",
+        path.display()
+    )]
+    Answers { path: PathBuf },
     /// The file at `path` is not a socket.
-    NotASocket {
-        path: PathBuf,
-    },
-    Os {
-        what: &'static str,
-        path: PathBuf,
-        error: io::Error,
-    },
+    #[error("{} exists and is not a socket. Move it away, or choose another path", path.display())]
+    NotASocket { path: PathBuf },
+    #[error("cannot {what} {}: {error}", path.display())]
+    Os { what: &'static str, path: PathBuf, error: io::Error },
 }
-
-impl fmt::Display for BindError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Locked { path, pid } => write!(
-                f,
-                "another nvshare-scheduler ({pid}) already serves {}. Stop it first, or choose another path with \
-                 --socket",
-                path.display()
-            ),
-            Self::Answers { path } => write!(
-                f,
-                "another process already answers on {}. Stop it first, or choose another path with --socket",
-                path.display()
-            ),
-            Self::NotASocket { path } => {
-                write!(f, "{} exists and is not a socket. Move it away, or choose another path", path.display())
-            }
-            Self::Os { what, path, error } => write!(f, "cannot {what} {}: {error}", path.display()),
-        }
-    }
-}
-
-impl std::error::Error for BindError {}
 
 /// The files of a socket that this process bound. Dropping this value removes them.
 #[derive(Debug)]

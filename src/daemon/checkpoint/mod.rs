@@ -29,7 +29,6 @@
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::future::pending;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -115,36 +114,29 @@ pub struct HelperAnswer {
 
 /// A reason why a request was not carried out. The displayed text completes a line that names the
 /// request.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum HelperFailure {
     /// All helpers were in use for longer than the timeout.
+    #[error("other programs are being checkpointed or restored")]
     Busy,
     /// No helper could be started.
+    #[error("cannot start {PROGRAM}: {0}")]
     NotStarted(io::Error),
     /// The helper exited without an answer.
+    #[error("{PROGRAM} ended without a reply")]
     Died,
     /// The helper did not answer in time.
+    #[error("{PROGRAM} did not reply in time")]
     TimedOut,
     /// The driver is missing, or does not support checkpoints.
+    #[error("the driver does not support it. Driver 570 or newer is needed")]
     NoCalls,
     /// The process belongs to another user.
+    #[error("its process runs as another user now")]
     OtherUser,
     /// A driver call failed with this error.
+    #[error("{call} failed with error {error}")]
     Driver { call: &'static str, error: u32 },
-}
-
-impl fmt::Display for HelperFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Busy => write!(f, "other programs are being checkpointed or restored"),
-            Self::NotStarted(e) => write!(f, "cannot start {PROGRAM}: {e}"),
-            Self::Died => write!(f, "{PROGRAM} ended without a reply"),
-            Self::TimedOut => write!(f, "{PROGRAM} did not reply in time"),
-            Self::NoCalls => write!(f, "the driver does not support it. Driver 570 or newer is needed"),
-            Self::OtherUser => write!(f, "its process runs as another user now"),
-            Self::Driver { call, error } => write!(f, "{call} failed with error {error}"),
-        }
-    }
 }
 
 impl HelperFailure {

@@ -2,7 +2,6 @@
 //! packets into [`ClientAction`]s, rejects packets that violate the protocol, and turns the scheduler's
 //! commands into messages. This module does no I/O.
 
-use std::fmt;
 use std::time::Duration;
 
 use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, LeaveAnswer, SleepRefusal};
@@ -20,55 +19,38 @@ const MAX_BYTES: u64 = 1 << 50;
 const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 
 /// A violation of the protocol. The client is then disconnected. Other clients are not affected.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    Wire(WireError),
+    #[error("{0}")]
+    Wire(#[from] WireError),
+    #[error("the first message is not Hello")]
     NotHello,
+    #[error("a second Hello")]
     SecondHello,
+    #[error("unexpected Held message")]
     Held,
+    #[error("slot {slot} does not exist: the last slot is {}", MAX_SLOTS - 1)]
     Slot { slot: u32 },
+    #[error("slot {slot} is attached already")]
     SlotTaken { slot: u32 },
+    #[error("GPU {} is attached already, as slot {slot}", gpu.0)]
     GpuTaken { slot: u32, gpu: GpuId },
+    #[error("slot {slot} is not attached")]
     NotAttached { slot: u32 },
+    #[error("{message} without a GPU")]
     NoGpu { message: &'static str },
+    #[error("{field} is too large: {bytes} bytes")]
     Bytes { field: &'static str, bytes: u64 },
+    #[error("its tenant uses too many GPUs that NVML does not list")]
     TooManyGpus,
+    #[error("it has not shown that it can open the device file of {gpu} for reading and writing")]
     Unproven { gpu: String },
+    #[error("a list of GPUs of more than {MAX_CHOICE} bytes")]
     Choice,
+    #[error("a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)]
     EnvLimit { limit: LimitName },
+    #[error("it does not read its messages")]
     Unread,
-}
-
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Wire(error) => error.fmt(f),
-            Self::NotHello => f.write_str("the first message is not Hello"),
-            Self::SecondHello => f.write_str("a second Hello"),
-            Self::Held => f.write_str("unexpected Held message"),
-            Self::Slot { slot } => write!(f, "slot {slot} does not exist: the last slot is {}", MAX_SLOTS - 1),
-            Self::SlotTaken { slot } => write!(f, "slot {slot} is attached already"),
-            Self::GpuTaken { slot, gpu } => write!(f, "GPU {} is attached already, as slot {slot}", gpu.0),
-            Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
-            Self::NoGpu { message } => write!(f, "{message} without a GPU"),
-            Self::Bytes { field, bytes } => write!(f, "{field} is too large: {bytes} bytes"),
-            Self::TooManyGpus => f.write_str("its tenant uses too many GPUs that NVML does not list"),
-            Self::Unproven { gpu } => {
-                write!(f, "it has not shown that it can open the device file of {gpu} for reading and writing")
-            }
-            Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
-            Self::EnvLimit { limit } => {
-                write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)
-            }
-            Self::Unread => f.write_str("it does not read its messages"),
-        }
-    }
-}
-
-impl From<WireError> for Violation {
-    fn from(error: WireError) -> Self {
-        Self::Wire(error)
-    }
 }
 
 /// A client's managed memory on one GPU, in bytes.
