@@ -143,12 +143,12 @@ fn forked_children_do_not_use_their_parents_connection() {
 fn memory_is_tracked_for_any_thread_that_initialises_cuda() {
     let machine = Machine::with_scheduler(Setup::default());
     for _ in 0..4 {
-        let mut program = machine.program("starts --mem 4M --threads 8 --seconds 1").start();
+        let mut program = machine.program("starts --mem 4M --threads 8").start();
         wait_for("the memory of all threads", || {
             let demand = number(&machine.status()["gpus"][0]["demand"]);
             (demand == 8 * 4 * MIB).then_some(())
         });
-        program.finish();
+        program.end();
         machine.wait_until_empty();
     }
 }

@@ -83,11 +83,11 @@ fn programs_started_after_the_scheduler_is_gone_both_finish() {
 fn allocations_fail_natively_if_no_scheduler_has_ever_run() {
     const REFUSED: i32 = 3;
     let machine = Machine::new(pressed());
-    let mut first = machine.program("stranger --mem 44M --seconds 5").start();
+    let mut first = machine.program("stranger --mem 44M --seconds 600").start();
     first.wait_to_say("allocation of");
     let mut second = machine.program("grow --mem 44M").start();
     assert_eq!(second.wait().code(), Some(REFUSED));
-    first.finish();
+    first.end();
     assert_eq!(turns(&first) + turns(&second), 0);
 }
 

@@ -224,7 +224,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "starts",
         starts::run,
-        "--mem 4M --threads 8 --seconds 1: initialise CUDA in many threads at once, each of which holds memory then, verify",
+        "--mem 4M --threads 8 --seconds 600: initialise CUDA in many threads at once, each of which holds memory then, verify",
     ),
     (
         "story",

@@ -5,8 +5,9 @@ use crate::{
     args::Args,
     cuda::{Buffer, Gpu, Kind},
     report::Report,
+    signal,
 };
-use std::{thread, time::Duration};
+use std::time::Duration;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let memory = args.size("mem", "256M");
@@ -16,7 +17,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     gpu.fill(buffer.at, buffer.count(), 1, 0)?;
     gpu.synchronise()?;
     eprintln!("holding {memory} bytes");
-    thread::sleep(Duration::from_secs_f64(args.number("seconds", "5")));
+    signal::pause(Duration::from_secs_f64(args.number("seconds", "5")));
     report.integer("mem", memory);
     Ok(())
 }
