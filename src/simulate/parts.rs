@@ -8,7 +8,6 @@ use super::plans::Plan;
 use super::policies::Policy;
 use super::report::Outcome;
 use super::scenario::{Gpu, Scenario};
-use crate::scheduler::Time;
 
 /// A part of a scenario. Its GPUs are numbered from 0.
 #[derive(Debug, Default)]
@@ -65,14 +64,9 @@ pub fn joined<'a>(policy: &Policy, programs: usize, outcomes: impl Iterator<Item
     let mut all = Outcome {
         policy: policy.name,
         ends: vec![None; programs],
-        waits: Default::default(),
-        hand_overs: 0,
-        swapped_out: 0,
-        swapped_in: 0,
         had: vec![Default::default(); programs],
         could: Some(BTreeMap::new()),
-        ended: Time::ZERO,
-        events: 0,
+        ..Outcome::default()
     };
     for (part, outcome) in outcomes {
         for ((place, end), had) in part.places.iter().zip(outcome.ends).zip(outcome.had) {

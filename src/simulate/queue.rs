@@ -1,6 +1,6 @@
 //! Future events: messages, which are delivered in order, and events of programs and GPUs.
 
-use std::cmp::{Ordering, Reverse};
+use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, Time};
 pub const LATENCY: Duration = Duration::from_micros(25);
 
 /// An event other than a message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Happening {
     /// A program starts.
     Arrives(usize),
@@ -44,42 +44,15 @@ pub struct Queue {
     /// of sending.
     up: VecDeque<(Time, Event)>,
     down: VecDeque<(Time, ClientId, Command)>,
-    heap: BinaryHeap<Reverse<Entry>>,
+    /// Events by their time. The number orders events with the same time as they were created.
+    heap: BinaryHeap<Reverse<(Time, u64, Happening)>>,
     counter: u64,
-}
-
-#[derive(Debug)]
-struct Entry {
-    at: Time,
-    /// The order of creation, which orders events with the same time.
-    number: u64,
-    what: Happening,
-}
-
-impl PartialEq for Entry {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Entry {}
-
-impl PartialOrd for Entry {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Entry {
-    fn cmp(&self, other: &Self) -> Ordering {
-        (self.at, self.number).cmp(&(other.at, other.number))
-    }
 }
 
 impl Queue {
     pub fn at(&mut self, at: Time, what: Happening) {
         self.counter += 1;
-        self.heap.push(Reverse(Entry { at, number: self.counter, what }));
+        self.heap.push(Reverse((at, self.counter, what)));
     }
 
     pub fn send(&mut self, now: Time, event: Event) {
@@ -94,7 +67,7 @@ impl Queue {
     pub fn next(&self) -> Option<Time> {
         let up = self.up.front().map(|(at, _)| *at);
         let down = self.down.front().map(|(at, ..)| *at);
-        let heap = self.heap.peek().map(|Reverse(entry)| entry.at);
+        let heap = self.heap.peek().map(|Reverse((at, ..))| *at);
         [up, down, heap].into_iter().flatten().min()
     }
 
@@ -106,7 +79,7 @@ impl Queue {
         if self.down.front().is_some_and(|(at, ..)| *at <= now) {
             return self.down.pop_front().map(|(_, client, command)| Next::ToProgram(client, command));
         }
-        self.heap.peek().filter(|Reverse(entry)| entry.at <= now)?;
-        self.heap.pop().map(|Reverse(entry)| Next::Happening(entry.what))
+        self.heap.peek().filter(|Reverse((at, ..))| *at <= now)?;
+        self.heap.pop().map(|Reverse((.., what))| Next::Happening(what))
     }
 }

@@ -10,7 +10,7 @@ use super::statistics::End;
 use crate::scheduler::{TenantId, Time};
 
 /// The results under one policy.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Outcome {
     pub policy: &'static str,
     /// The end of each program. `None` if the program has not ended.

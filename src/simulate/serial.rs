@@ -48,11 +48,8 @@ pub fn outcome(scenario: &Scenario, plans: &[Plan]) -> Outcome {
         ends,
         waits,
         hand_overs,
-        swapped_out: 0,
-        swapped_in: 0,
         had,
-        could: None,
         ended: free_at.into_iter().max().unwrap_or_default().min(scenario.until),
-        events: 0,
+        ..Outcome::default()
     }
 }

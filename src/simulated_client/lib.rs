@@ -72,7 +72,7 @@ pub enum Effect {
 }
 
 /// The reason for a wake-up. The sequence number identifies outdated timers, which have no effect.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Timer {
     /// The program has been idle for its timeout.
     Quiet(u32),

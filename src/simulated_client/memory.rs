@@ -10,7 +10,7 @@ use std::time::Duration;
 const FULL_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// The direction of a move.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
     /// From the GPU to the host.
     Out,

@@ -32,16 +32,7 @@ struct Gpu {
 #[derive(Debug, Serialize, Deserialize)]
 struct Lanes {
     name: String,
-    spans: Vec<(Doing, f64, f64, u64)>,
-}
-
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-enum Doing {
-    Waits,
-    Holds,
-    Leaves,
-    Returns,
+    spans: Vec<(Activity, f64, f64, u64)>,
 }
 
 /// Writes the timeline, with the known names of GPUs.
@@ -50,15 +41,7 @@ enum Doing {
 /// The timeline cannot be written as JSON, for example for lack of memory.
 pub fn write(timeline: &Timeline, names: &BTreeMap<String, String>) -> Result<Vec<u8>, String> {
     let (begins, ends) = timeline.span.unwrap_or_default();
-    let span = |span: &Span| {
-        let doing = match span.activity {
-            Activity::Waits => Doing::Waits,
-            Activity::Holds => Doing::Holds,
-            Activity::Leaves => Doing::Leaves,
-            Activity::Returns => Doing::Returns,
-        };
-        (doing, span.from.as_secs_f64(), span.to.as_secs_f64(), span.bytes)
-    };
+    let span = |span: &Span| (span.activity, span.from.as_secs_f64(), span.to.as_secs_f64(), span.bytes);
     let lane = |lane: &Lane| Lanes { name: lane.label.clone(), spans: lane.spans.iter().map(span).collect() };
     let gpus = timeline.lanes.iter().map(|(uuid, lanes)| Gpu {
         uuid: uuid.clone(),
@@ -87,13 +70,7 @@ pub fn read(text: &[u8]) -> Result<(Timeline, BTreeMap<String, String>), String>
     for gpu in document.gpus {
         let mut lanes = BTreeMap::new();
         for (number, lane) in (1u64..).zip(gpu.lanes) {
-            let span = |(doing, from, to, bytes): (Doing, f64, f64, u64)| {
-                let activity = match doing {
-                    Doing::Waits => Activity::Waits,
-                    Doing::Holds => Activity::Holds,
-                    Doing::Leaves => Activity::Leaves,
-                    Doing::Returns => Activity::Returns,
-                };
+            let span = |(activity, from, to, bytes): (Activity, f64, f64, u64)| {
                 Ok::<_, String>(Span { activity, from: time(from)?, to: time(to)?, bytes })
             };
             let spans = lane.spans.into_iter().map(span).collect::<Result<_, _>>()?;

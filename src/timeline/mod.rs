@@ -17,7 +17,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A program's activity on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Activity {
     /// The program waits for the lock.
     Waits,

@@ -591,7 +591,7 @@ mod tests {
             }
             let imports = &registry.imports;
             let open: BTreeSet<(Range, ClientId)> =
-                imports.all.keys().map(|(importer, range)| (*range, *importer)).collect();
+                imports.all.keys().map(|import| (import.range(), import.importer)).collect();
             assert_eq!(imports.importers, open, "step {step}");
             let missing = imports.all.iter().filter(|(_, memory)| is_missing(memory.counted_by));
             assert_eq!(imports.missing, missing.map(|(key, _)| *key).collect(), "step {step}");
