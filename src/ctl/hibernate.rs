@@ -4,6 +4,7 @@ use super::arguments::Images;
 use super::progress::Progress;
 use super::table::{Align, Table};
 use super::{CtlError, Target, all, block_on, password, pause, send, shutdown};
+use crate::bus::status::json_fields;
 use crate::bus::{Image, SchedulerProxy};
 use crate::config::units;
 use std::collections::HashMap;
@@ -170,12 +171,9 @@ fn list(target: &Target, is_json: bool) -> Result<String, CtlError> {
     let images = block_on(async { Ok(target.connect().await?.list_hibernated().await?) })?;
     if is_json {
         let image = |image: &Image| {
-            let Image { name, uid, program, saved, bytes, expected_bytes, runs_as, damage, state, sent_to } = image;
-            serde_json::json!({
-                "name": name, "uid": uid, "program": program, "saved": saved, "bytes": bytes,
-                "expected-bytes": expected_bytes, "runs-as": runs_as, "damage": damage, "state": state,
-                "sent-to": sent_to,
-            })
+            json_fields!(
+                image; name, uid, program, saved, bytes, expected_bytes, runs_as, damage, state, sent_to,
+            )
         };
         return Ok(format!("{:#}\n", serde_json::Value::from_iter(images.iter().map(image))));
     }

@@ -1,11 +1,12 @@
 //! `nvsharectl pressure`: the fraction of time for which programs were kept from GPUs.
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::status;
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
 use crate::bus::Pressure;
+use crate::bus::status::json_fields;
 
 /// Number of displayed characters of a GPU's UUID, which are `GPU-` and the first eight digits.
 const SHORT_UUID: usize = 12;
@@ -64,18 +65,10 @@ fn text(groups: &[Pressure]) -> String {
 }
 
 fn group_json(group: &Pressure) -> Value {
-    json!({
-        "kind": group.kind,
-        "name": group.name,
-        "some-avg10": group.some_avg10,
-        "some-avg60": group.some_avg60,
-        "some-avg300": group.some_avg300,
-        "some-total": group.some_total,
-        "full-avg10": group.full_avg10,
-        "full-avg60": group.full_avg60,
-        "full-avg300": group.full_avg300,
-        "full-total": group.full_total,
-    })
+    json_fields!(
+        group; kind, name, some_avg10, some_avg60, some_avg300, some_total, full_avg10, full_avg60, full_avg300,
+        full_total,
+    )
 }
 
 #[cfg(test)]

@@ -174,7 +174,7 @@ impl Replayed {
                 What::Granted(waited) => ("granted", "waited", json!(waited.as_secs_f64())),
                 What::Revoked => ("revoked", "", Value::Null),
                 What::Released(reason, held) => {
-                    moment["reason"] = reason_name(*reason).into();
+                    moment["reason"] = json!(reason);
                     ("released", "held", json!(held.as_secs_f64()))
                 }
                 What::Evicted(bytes) => ("evicted", "bytes", json!(bytes)),
@@ -216,15 +216,6 @@ fn join(paragraphs: Vec<Vec<String>>) -> String {
 
 fn name_of(names: &BTreeMap<GpuId, String>, gpu: GpuId) -> String {
     names.get(&gpu).cloned().unwrap_or_else(|| gpu.0.to_string())
-}
-
-fn reason_name(reason: ReleaseReason) -> &'static str {
-    match reason {
-        ReleaseReason::Idle => "idle",
-        ReleaseReason::Revoked => "revoked",
-        ReleaseReason::NoMemory => "no-memory",
-        ReleaseReason::Gone => "gone",
-    }
 }
 
 fn in_words(what: &What) -> String {

@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvshare_hibernate::{Image, MAX_LISTED, MAX_PACKET, Reply, Request};
+use nvshare_hibernate::{Image, MAX_LISTED, MAX_PACKET, Reply, Request, decode, encode};
 use nvshare_wire::client::LeaveAnswer;
 use rustix::net::{Shutdown, shutdown};
 use tokio::io::Interest;
@@ -123,12 +123,12 @@ impl Helper {
     async fn ask(&self, request: &Request, process: Option<&OwnedFd>) -> Option<Reply> {
         let socket = self.socket.as_ref()?;
         let descriptors: Vec<&OwnedFd> = process.into_iter().collect();
-        socket::send_with(socket.get_ref().as_fd(), &request.encode(), &descriptors).ok()?;
+        socket::send_with(socket.get_ref().as_fd(), &encode(request), &descriptors).ok()?;
         let mut packet = vec![0; MAX_PACKET];
         // Received file descriptors are closed.
         let receive = |fd: &OwnedFd| socket::receive(fd.as_fd(), &mut packet, 0, &mut Vec::new());
         let length = timeout(ANSWER_TIMEOUT, socket.async_io(Interest::READABLE, receive)).await.ok()?.ok()?;
-        Reply::decode(packet.get(..length)?)
+        decode(packet.get(..length)?)
     }
 }
 

@@ -5,7 +5,7 @@
 //! Closing the socket for writing, or completely, cancels a request, unless its image is already complete
 //! or its program is already restored. The reply then says which.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::time::Duration;
 
 /// Maximum length of a packet in bytes.
@@ -120,29 +120,13 @@ impl Image {
     }
 }
 
-impl Request {
-    pub fn encode(&self) -> Vec<u8> {
-        encode(self)
-    }
-
-    /// Decodes a request. Returns `None` if the packet is not a request of this version.
-    pub fn decode(packet: &[u8]) -> Option<Self> {
-        serde_json::from_slice(packet).ok()
-    }
-}
-
-impl Reply {
-    pub fn encode(&self) -> Vec<u8> {
-        encode(self)
-    }
-
-    /// Decodes an answer. Returns `None` if the packet is not an answer of this version.
-    pub fn decode(packet: &[u8]) -> Option<Self> {
-        serde_json::from_slice(packet).ok()
-    }
-}
-
-fn encode(value: &impl Serialize) -> Vec<u8> {
+/// Encodes a [`Request`] or a [`Reply`].
+pub fn encode(value: &impl Serialize) -> Vec<u8> {
     // These types have only string keys, so encoding cannot fail.
     serde_json::to_vec(value).unwrap_or_default()
+}
+
+/// Decodes a [`Request`] or a [`Reply`]. Returns `None` if the packet is none of this version.
+pub fn decode<T: DeserializeOwned>(packet: &[u8]) -> Option<T> {
+    serde_json::from_slice(packet).ok()
 }

@@ -32,7 +32,7 @@ mod worker;
 use clap::Parser;
 use criu::Job;
 use needs::{Needs, REAPED, System};
-use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
+use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request, decode, encode};
 use process::{Identity, Tree, gone, unreadable};
 use record::Stage;
 use rights::Credentials;
@@ -112,7 +112,7 @@ fn main() -> ExitCode {
             }
             Err(Refusal(why)) => Reply::Refused(why.clone()),
         };
-        if send(socket, &reply.encode(), SendFlags::NOSIGNAL).is_err() {
+        if send(socket, &encode(&reply), SendFlags::NOSIGNAL).is_err() {
             break;
         }
     }
@@ -152,7 +152,7 @@ fn receive(socket: BorrowedFd<'_>) -> Option<(Request, Option<OwnedFd>)> {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    Some((Request::decode(packet.get(..received.bytes)?)?, pidfd))
+    Some((decode(packet.get(..received.bytes)?)?, pidfd))
 }
 
 /// Returns true if the scheduler no longer waits for an answer.

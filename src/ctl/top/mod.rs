@@ -232,7 +232,7 @@ impl Program {
 }
 
 /// The displayed data, and the state that keys change.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Ui {
     has_colour: bool,
     /// Whether the output is printed as text, without keys.
@@ -249,17 +249,7 @@ struct Ui {
 
 impl Ui {
     fn new(has_colour: bool) -> Self {
-        Self {
-            has_colour,
-            is_text: false,
-            sort: Sort::default(),
-            history: History::default(),
-            snapshot: None,
-            selected: None,
-            popup: None,
-            migrate: None,
-            message: None,
-        }
+        Self { has_colour, ..Self::default() }
     }
 
     fn update(&mut self, snapshot: Snapshot) {
@@ -364,30 +354,16 @@ impl Ui {
             return None;
         }
         match key.code {
-            KeyCode::Char('q') => Some(Action::Quit),
-            KeyCode::Char('?') => {
-                self.popup = Some(Popup::new("help", &HELP.map(str::to_owned)));
-                None
-            }
-            KeyCode::Char('s') => {
-                self.sort = self.sort.next();
-                None
-            }
-            KeyCode::Down | KeyCode::Char('j') => {
-                self.step(true);
-                None
-            }
-            KeyCode::Up | KeyCode::Char('k') => {
-                self.step(false);
-                None
-            }
-            KeyCode::Esc => {
-                (self.selected, self.message) = (None, None);
-                None
-            }
-            KeyCode::Char(c @ ('p' | 'm' | 'w')) => self.about_program(c),
-            _ => None,
+            KeyCode::Char('q') => return Some(Action::Quit),
+            KeyCode::Char(c @ ('p' | 'm' | 'w')) => return self.about_program(c),
+            KeyCode::Char('?') => self.popup = Some(Popup::new("help", &HELP.map(str::to_owned))),
+            KeyCode::Char('s') => self.sort = self.sort.next(),
+            KeyCode::Down | KeyCode::Char('j') => self.step(true),
+            KeyCode::Up | KeyCode::Char('k') => self.step(false),
+            KeyCode::Esc => (self.selected, self.message) = (None, None),
+            _ => {}
         }
+        None
     }
 
     fn about_program(&mut self, key: char) -> Option<Action> {
