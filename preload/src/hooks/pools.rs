@@ -9,7 +9,7 @@ use crate::{
         driver_memory,
     },
     connection,
-    driver::{self, context::current_or_null, put, put_result, query, types::*},
+    driver::{self, after, context::current_or_null, put, put_result, query, types::*},
     env::settings,
     gpu::{self, Gpu, peers::couple},
     memory::space::{Allocated, Backing, Space, has_pending_frees},
@@ -245,12 +245,13 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
     unsafe { put(value, value.read_unaligned().saturating_add(bytes)) };
 }
 
-/// Runs `then` if the call has succeeded and this library may serve pools.
-fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
-    if result == SUCCESS && settings::get().movable_pools {
-        then();
-    }
-    result
+/// Runs `update` if the call has succeeded and this library may serve pools.
+fn update_after(result: CUresult, update: impl FnOnce()) -> CUresult {
+    after(result, || {
+        if settings::get().movable_pools {
+            update();
+        }
+    })
 }
 
 fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -274,7 +275,7 @@ hooks! { real, flavour;
     }
 
     [cuMemPoolCreate] (pool: *mut CUmemoryPool, properties: *const Properties) {
-        after(real(), || {
+        update_after(real(), || {
             // SAFETY: the driver has just written `pool` and read `properties`.
             if let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) } {
                 pools::on_create(*pool as u64, properties);
@@ -282,13 +283,13 @@ hooks! { real, flavour;
         })
     }
     [cuMemPoolDestroy] (pool: CUmemoryPool) { destroy(pool, real) }
-    [cuMemPoolTrimTo] (pool: CUmemoryPool, keep: Size) { after(real(), || trim(pool, keep)) }
-    [cuMemPoolSetAttribute] (pool: CUmemoryPool, which: i32, value: P) { after(real(), || attribute_set(pool, which)) }
+    [cuMemPoolTrimTo] (pool: CUmemoryPool, keep: Size) { update_after(real(), || trim(pool, keep)) }
+    [cuMemPoolSetAttribute] (pool: CUmemoryPool, which: i32, value: P) { update_after(real(), || attribute_set(pool, which)) }
     [cuMemPoolGetAttribute] (pool: CUmemoryPool, which: i32, value: P) {
         // SAFETY: the driver has just written `value`.
-        after(real(), || unsafe { add_statistics(pool, which, value) })
+        update_after(real(), || unsafe { add_statistics(pool, which, value) })
     }
-    [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }
+    [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { update_after(real(), || pools::access_changed(pool)) }
 }
 
 hooks! { always real, flavour;
