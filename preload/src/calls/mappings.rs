@@ -142,7 +142,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
     for mapping in found {
         match table.behind(&mapping) {
             Some(memory) => {
-                memory.gpu.change(|space| space.remove_alias(memory.base, mapping.at));
+                memory.gpu.change(|space| space.aliases(memory.base).map(|aliases| aliases.remove(mapping.at)));
             }
             None => {
                 // SAFETY: the program has requested the call.
