@@ -99,20 +99,13 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
     Some(allocate_backed(gpu, space, size, take, undo))
 }
 
-/// The outcome of a free.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Freed {
-    Done,
-    /// The memory belongs to a pool of this library, but the stream cannot accept work.
-    Impossible,
-    NotOurs,
-}
-
-fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
+/// Frees memory that belongs to a pool of this library. If the stream cannot accept work, the driver
+/// reports the error. Returns `None` for other memory.
+fn free_in_pool(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> Option<CUresult> {
     let name = name_of(stream);
     let mut spaces = gpu::in_use().filter_map(|gpu| Some((gpu, gpu.space()?)));
-    let Some((gpu, space)) = spaces.find(|(_, space)| space.lock().is_of_pool(address)) else { return Freed::NotOurs };
-    let Some(name) = name else { return Freed::Impossible };
+    let (gpu, space) = spaces.find(|(_, space)| space.lock().is_of_pool(address))?;
+    let Some(name) = name else { return Some(real()) };
     // If the stream belongs to another GPU, the block is reusable only when all work of both GPUs is done.
     let other = if gpu::are_several() { gpu::of_stream(stream) } else { None }.filter(|other| other.index != gpu.index);
     if let Some(other) = other {
@@ -120,21 +113,19 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
     }
     let mut space = space.lock();
     if !space.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
-        return Freed::NotOurs; // another thread has freed it first
+        return None; // another thread has freed it first
     }
     if space.pools.has_dying() {
         connection::wake();
     }
-    Freed::Done
+    Some(SUCCESS)
 }
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if settings::get().movable_pools {
-        match free_in_pool(address, stream) {
-            Freed::Done => return SUCCESS,
-            Freed::Impossible => return real(),
-            Freed::NotOurs => {}
-        }
+    if settings::get().movable_pools
+        && let Some(result) = free_in_pool(address, stream, &real)
+    {
+        return result;
     }
     if free_later(address) { SUCCESS } else { driver_memory::free(Kind::Address, address, real) }
 }
