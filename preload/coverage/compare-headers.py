@@ -44,14 +44,15 @@ typedef int VdpGetProcAddress();
 # Constants whose C names do not follow from their names here, and those outside of types.rs: (file, name) -> C expression.
 CONSTANTS = {
     ("driver/types.rs", "CTX_DEFAULT_STREAM"): None,  # NULL
-    ("gpu/unsupported.rs", "DEVICE_ATTRIBUTE_INTEGRATED"): "CU_DEVICE_ATTRIBUTE_INTEGRATED",
-    ("gpu/unsupported.rs", "DEVICE_ATTRIBUTE_COMPUTE_MODE"): "CU_DEVICE_ATTRIBUTE_COMPUTE_MODE",
-    ("gpu/unsupported.rs", "DEVICE_ATTRIBUTE_MPS_ENABLED"): "CU_DEVICE_ATTRIBUTE_MPS_ENABLED",
-    ("gpu/unsupported.rs", "COMPUTE_MODE_PROHIBITED"): "CU_COMPUTEMODE_PROHIBITED",
-    ("gpu/unsupported.rs", "COMPUTE_MODE_EXCLUSIVE_PROCESS"): "CU_COMPUTEMODE_EXCLUSIVE_PROCESS",
-    ("hooks/gated.rs", "GRAPH_INSTANTIATE_UPLOAD"): "CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD",
+    ("driver/types.rs", "POOL_USAGE_HW_DECOMPRESS"): "CU_MEM_POOL_CREATE_USAGE_HW_DECOMPRESS",
+    ("gpu/support.rs", "DEVICE_ATTRIBUTE_INTEGRATED"): "CU_DEVICE_ATTRIBUTE_INTEGRATED",
+    ("gpu/support.rs", "DEVICE_ATTRIBUTE_COMPUTE_MODE"): "CU_DEVICE_ATTRIBUTE_COMPUTE_MODE",
+    ("gpu/support.rs", "DEVICE_ATTRIBUTE_MPS_ENABLED"): "CU_DEVICE_ATTRIBUTE_MPS_ENABLED",
+    ("gpu/support.rs", "COMPUTE_MODE_PROHIBITED"): "CU_COMPUTEMODE_PROHIBITED",
+    ("gpu/support.rs", "COMPUTE_MODE_EXCLUSIVE_PROCESS"): "CU_COMPUTEMODE_EXCLUSIVE_PROCESS",
+    ("hooks/launch.rs", "GRAPH_INSTANTIATE_UPLOAD"): "CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD",
     ("hooks/ipc.rs", "LAZY_ENABLE_PEER_ACCESS"): "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS",
-    ("hooks/pinned.rs", "ARRAY3D_UNBACKED"): "CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING",
+    ("hooks/arrays.rs", "ARRAY3D_UNBACKED"): "CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING",
     ("copies/shapes.rs", "MEMORYTYPE_DEVICE"): "CU_MEMORYTYPE_DEVICE",
     ("copies/shapes.rs", "MEMORYTYPE_ARRAY"): "CU_MEMORYTYPE_ARRAY",
     ("copies/shapes.rs", "MEMORYTYPE_UNIFIED"): "CU_MEMORYTYPE_UNIFIED",
@@ -99,18 +100,21 @@ STRUCTURES = {
     ("copies/shapes.rs", "NodeParams"): [("CUgraphNodeParams", True, {"kind": "type", "reserved": "reserved0"})],
     ("copies/shapes.rs", "CopyNode"): [("CUDA_MEMCPY_NODE_PARAMS", False, {
         "flags[0]": "flags", "context": "copyCtx", "copy": "copyParams"})],
-    ("hooks/gated.rs", "LaunchConfig"): [("CUlaunchConfig", True, {
+    ("hooks/launch.rs", "LaunchConfig"): [("CUlaunchConfig", True, {
         "grid": "gridDimX", "block": "blockDimX", "shared": "sharedMemBytes", "stream": "hStream"})],
-    ("hooks/gated.rs", "LaunchParams"): [("CUDA_LAUNCH_PARAMS", False, {
+    ("hooks/launch.rs", "LaunchParams"): [("CUDA_LAUNCH_PARAMS", False, {
         "function": "function", "grid": "gridDimX", "block": "blockDimX", "shared": "sharedMemBytes",
         "stream": "hStream", "arguments": "kernelParams"})],
-    ("hooks/gated.rs", "InstantiateParams"): [("CUDA_GRAPH_INSTANTIATE_PARAMS", True, {
+    ("hooks/launch.rs", "InstantiateParams"): [("CUDA_GRAPH_INSTANTIATE_PARAMS", True, {
         "flags": "flags", "upload_stream": "hUploadStream"})],
     ("hooks/vmm.rs", "ArrayMap"): [("CUarrayMapInfo", False, {
         "operation": "memOperationType", "handle_kind": "memHandleType", "memory": "memHandle.memHandle",
         "offset": "offset", "devices": "deviceBitMask", "flags": "flags", "reserved": "reserved"})],
-    ("hooks/pinned.rs", "Array"): [("CUDA_ARRAY_DESCRIPTOR", False, TEXELS)],
-    ("hooks/pinned.rs", "Array3D"): [("CUDA_ARRAY3D_DESCRIPTOR", False, TEXELS | {"depth": "Depth", "flags": "Flags"})],
+    ("hooks/arrays.rs", "Array"): [("CUDA_ARRAY_DESCRIPTOR", False, TEXELS)],
+    ("hooks/arrays.rs", "Array3D"): [("CUDA_ARRAY3D_DESCRIPTOR", False, TEXELS | {"depth": "Depth", "flags": "Flags"})],
+    ("registry/pools.rs", "Properties"): [("CUmemPoolProps", False, {
+        "kind": "allocType", "handle_types": "handleTypes", "location": "location",
+        "win32_security_attributes": "win32SecurityAttributes"})],
     ("hooks/ipc.rs", "MemHandle"): [("CUipcMemHandle", False, {})],
 }
 
@@ -145,6 +149,11 @@ def closing(text, at):
     raise ValueError(f"not closed: {text[at:at + 60]!r}")
 
 
+def is_pointer(type):
+    """Whether a Rust type is passed as a pointer: `*mut T`, `&T`, `Option<&mut T>`, `Option<fn()>`."""
+    return re.match(r"[*&]|Option<(&|unsafe |extern |fn\b)", type) is not None
+
+
 class Library:
     """What the sources declare."""
 
@@ -154,25 +163,29 @@ class Library:
                         for name, type in re.findall(r"^(?:pub )?type (\w+) = ([^;]+);", text, re.M)}
         # The length of a handle of ours is that of the driver's.
         self.aliases["IpcHandle"] = "[u8; 64]"
-        self.structures = {}
+        self.structures, self.unions = {}, set()
         for file, text in self.files.items():
-            for match in re.finditer(r"#\[repr\(C\)\]\n(?:pub(?:\(\w+\))? )?struct (\w+) ?([({])", text):
+            for match in re.finditer(r"#\[repr\(C\)\]\n(?:pub(?:\(\w+\))? )?(struct|union) (\w+) ?([({])", text):
                 at = match.end() - 1
                 body = re.sub(r"//.*", "", text[at + 1:closing(text, at)])
                 fields = [re.sub(r"^pub(?:\(\w+\))? ", "", field) for field in split(body)]
-                if match[2] == "(":
+                if match[3] == "(":
                     fields = [f"{i}: {field}" for i, field in enumerate(fields)]
-                self.structures[file, match[1]] = [tuple(field.split(": ", 1)) for field in fields]
+                self.structures[file, match[2]] = [tuple(field.split(": ", 1)) for field in fields]
+                if match[1] == "union":
+                    self.unions.add((file, match[2]))
 
     def layout(self, file, type):
         """Size and alignment of a type that a file names."""
         type = type.strip()
-        if type.startswith("*"):
+        if is_pointer(type):
             return 8, 8
         if type.startswith("["):
             element, count = type[1:-1].rsplit(";", 1)
             size, alignment = self.layout(file, element)
             return size * int(count), alignment
+        if type.startswith("UnsafeCell<"):
+            return self.layout(file, type[len("UnsafeCell<"):-1])
         if type in PRIMITIVES:
             return PRIMITIVES[type], PRIMITIVES[type]
         if type in self.aliases:
@@ -190,13 +203,13 @@ class Library:
         return known[0]
 
     def offsets(self, file, name):
-        at, most, offsets = 0, 1, {}
+        end, most, offsets = 0, 1, {}
         for field, type in self.structures[file, name]:
             size, alignment = self.layout(file, type)
-            at = -(-at // alignment) * alignment
+            at = 0 if (file, name) in self.unions else -(-end // alignment) * alignment
             offsets[field] = at, type
-            at, most = at + size, max(most, alignment)
-        return offsets, -(-at // most) * most, most
+            end, most = max(end, at + size), max(most, alignment)
+        return offsets, -(-end // most) * most, most
 
     def of_structure(self, file, name):
         return self.offsets(file, name)[1:]
@@ -218,7 +231,7 @@ class Library:
     def kind(self, file, type):
         """How a parameter is passed: a pointer, an integer of some size, or a structure of some size."""
         type = type.strip()
-        if type.startswith("*"):
+        if is_pointer(type):
             return "p"
         if type in PRIMITIVES:
             return f"i{PRIMITIVES[type]}"

@@ -132,3 +132,21 @@ fn no_table_entry_is_marked_missing() {
     let missing: Vec<_> = table().into_iter().filter(|e| e.decision == "missing").map(|e| e.name).collect();
     assert!(missing.is_empty(), "{} are to be hooked: {missing:?}", missing.len());
 }
+
+/// `compare-headers.py` runs by hand when a CUDA release comes. Until then, only this test notices that
+/// a file or a name has moved.
+#[test]
+fn the_comparison_with_headers_names_constants_and_structures_that_exist() {
+    let script = read(&path("coverage/compare-headers.py"));
+    let named: Vec<(&str, &str)> = script
+        .lines()
+        .filter_map(|line| line.strip_prefix("    (\"")?.split_once("\"):"))
+        .map(|(key, _)| key.split_once("\", \"").expect("a file and a name"))
+        .collect();
+    assert!(named.len() > 30, "{named:?}");
+    for (file, name) in named {
+        let text = read(&path("src").join(file));
+        let is_there = ["const ", "struct "].iter().any(|kind| text.contains(&format!("{kind}{name}")));
+        assert!(is_there, "{file} does not define {name}");
+    }
+}

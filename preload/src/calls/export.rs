@@ -23,29 +23,21 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     gpu.space().is_some_and(can)
 }
 
-/// Exports the memory at `address` with `call`, which receives the addresses of the memory's
-/// chunks. The range is restored first, and never evicted from then on.
-pub fn escape(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
+/// Exports the memory at `address` with `call`. The range is restored first, and never evicted from
+/// then on.
+pub fn escape(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce() -> CUresult) -> CUresult {
     with_memory_on(gpu, || {
-        let pin = |space: &mut Space| {
-            let base = space.range_of(address)?;
-            space.pin(base).then(|| space.chunk_addresses(base))
-        };
-        gpu.change(pin).flatten().map_or(ERROR_NOT_SUPPORTED, call)
+        let pin = |space: &mut Space| space.range_of(address).is_some_and(|base| space.pin(base));
+        if gpu.change(pin) == Some(true) { call() } else { ERROR_NOT_SUPPORTED }
     })
 }
 
 /// Makes a call that gives another device access to the memory at this address. The memory is
-/// restored before the call, and stays pinned from then on. For memory of this library, the call is
-/// `announce`, which receives the addresses of the chunks.
-pub fn escape_around(
-    address: CUdeviceptr,
-    real: impl FnOnce() -> CUresult,
-    announce: impl FnOnce(Vec<u64>) -> CUresult,
-) -> CUresult {
+/// restored before the call, and stays pinned from then on.
+pub fn escape_around(address: CUdeviceptr, real: impl FnOnce() -> CUresult) -> CUresult {
     match registry::find(address) {
         Some((_, allocation)) if allocation.is_foreign() => real(), // foreign memory does not move
-        Some((gpu, allocation)) => escape(gpu, allocation.base, announce),
+        Some((gpu, allocation)) => escape(gpu, allocation.base, real),
         None => escape_at(address, 1, real),
     }
 }

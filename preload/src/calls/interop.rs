@@ -3,19 +3,16 @@
 //! when the program's work is done, so the program's memory stays on the GPU.
 
 use super::access::with_memory;
-use crate::{driver::types::*, gpu, submit};
+use crate::{
+    driver::{after, types::*},
+    gpu, submit,
+};
 use nvshare_wire::client::StuckReason;
 
 /// Makes the call while the program's memory is on the GPU. If the call succeeds, the memory stays
 /// on the GPU from then on.
 pub fn call_and_tie(call: impl FnOnce() -> CUresult) -> CUresult {
-    with_memory(|| {
-        let result = call();
-        if result == SUCCESS {
-            make_unevictable();
-        }
-        result
-    })
+    with_memory(|| after(call(), make_unevictable))
 }
 
 /// Restores the program's memory to the GPU, and keeps it there. Called before the program submits work

@@ -4,7 +4,7 @@
 use super::allocate;
 use crate::{
     connection,
-    driver::{self, put_result, query, types::*},
+    driver::{self, after, put_result, query, types::*},
     env::settings,
     gpu::{self, Gpu, peers},
     memory::{
@@ -133,11 +133,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
     let mut table = TABLE.lock();
     let Some(found) = table.ours_among(address, size) else {
         let gone = table.overlaps_of(address, size);
-        let result = real();
-        if result == SUCCESS {
-            gone.iter().for_each(|mapping| forget(&mut table, mapping));
-        }
-        return result;
+        return after(real(), || gone.iter().for_each(|mapping| forget(&mut table, mapping)));
     };
     // Like driver 580, this library splits no mapping, but accepts gaps between mappings.
     if !whole(size) || !vmm::are_within(&found, address, size) {
@@ -146,7 +142,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
     for mapping in found {
         match table.behind(&mapping) {
             Some(memory) => {
-                memory.gpu.change(|space| space.remove_alias(memory.base, mapping.at));
+                memory.gpu.change(|space| space.aliases(memory.base).map(|aliases| aliases.remove(mapping.at)));
             }
             None => {
                 // SAFETY: the program has requested the call.

@@ -70,6 +70,14 @@ pub fn check(result: CUresult) -> Result<(), CUresult> {
     if result == SUCCESS { Ok(()) } else { Err(result) }
 }
 
+/// Runs `then` if a call has succeeded. Returns the call's result.
+pub fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
+    if result == SUCCESS {
+        then();
+    }
+    result
+}
+
 /// Writes through a pointer of the program. Does nothing if the pointer is NULL, which the driver
 /// permits.
 ///

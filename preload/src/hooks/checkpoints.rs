@@ -1,7 +1,7 @@
 //! Hooks of calls that lock, checkpoint and restore other processes ([`crate::registry::checkpoints`]).
 
 use crate::{
-    driver::types::*,
+    driver::{after, types::*},
     registry::checkpoints::{report, wait_for_room},
 };
 use core::ffi::c_void;
@@ -11,11 +11,7 @@ type P = *mut c_void;
 
 /// Makes a call, and reports it if it has succeeded.
 fn call(pid: i32, what: CheckpointStep, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = real();
-    if result == SUCCESS {
-        report(pid, what);
-    }
-    result
+    after(real(), || report(pid, what))
 }
 
 hooks! { real, flavour;

@@ -5,7 +5,7 @@ use crate::{
     calls::contexts::*,
     client,
     copies::route,
-    driver::types::*,
+    driver::{after, types::*},
     gpu,
     lookup::{dlsym, table},
     submit::captures,
@@ -72,11 +72,7 @@ hooks! { real, flavour;
     [cuGreenCtxDestroy] (green: P) { destroy_green(green, real) }
 
     [cuCtxEnablePeerAccess] (peer: CUcontext, flags: u32) {
-        let result = real();
-        if result == SUCCESS {
-            route::on_peer_access(peer);
-        }
-        result
+        after(real(), || route::on_peer_access(peer))
     }
 
     // ---- captures ----

@@ -58,7 +58,7 @@ hooks! { real, flavour;
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
         if which == pointer_attribute::P2P_TOKENS && !data.is_null() {
-            return export::escape_around(address, real, |_| real());
+            return export::escape_around(address, real);
         }
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
             return address_query::attribute(data, which, address, real);
@@ -70,7 +70,7 @@ hooks! { real, flavour;
         // SAFETY: `which` is the program's own array of `n` entries.
         let asks_for = |attribute| !which.is_null() && (0..n as usize).any(|i| unsafe { *which.add(i) } == attribute);
         if asks_for(pointer_attribute::P2P_TOKENS) {
-            let _ = export::escape_around(address, || SUCCESS, |_| SUCCESS);
+            let _ = export::escape_around(address, || SUCCESS);
         }
         address_query::attributes(n, which, data, address, real)
     }
@@ -94,7 +94,7 @@ hooks! { real, flavour;
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
         // The handle permanently refers to the chunks that are mapped now.
         match registry::find_own(address) {
-            Some((gpu, allocation)) if !handle.is_null() => export::escape(gpu, allocation.base, |_| real()),
+            Some((gpu, allocation)) if !handle.is_null() => export::escape(gpu, allocation.base, real),
             _ => export::escape_at(address, size, real),
         }
     }

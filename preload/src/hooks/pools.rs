@@ -9,7 +9,7 @@ use crate::{
         driver_memory,
     },
     connection,
-    driver::{self, context::current_or_null, put, put_result, query, types::*},
+    driver::{self, after, context::current_or_null, put, put_result, query, types::*},
     env::settings,
     gpu::{self, Gpu, peers::couple},
     memory::space::{Allocated, Backing, Space, has_pending_frees},
@@ -99,20 +99,13 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
     Some(allocate_backed(gpu, space, size, take, undo))
 }
 
-/// The outcome of a free.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Freed {
-    Done,
-    /// The memory belongs to a pool of this library, but the stream cannot accept work.
-    Impossible,
-    NotOurs,
-}
-
-fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
+/// Frees memory that belongs to a pool of this library. If the stream cannot accept work, the driver
+/// reports the error. Returns `None` for other memory.
+fn free_in_pool(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> Option<CUresult> {
     let name = name_of(stream);
     let mut spaces = gpu::in_use().filter_map(|gpu| Some((gpu, gpu.space()?)));
-    let Some((gpu, space)) = spaces.find(|(_, space)| space.lock().is_of_pool(address)) else { return Freed::NotOurs };
-    let Some(name) = name else { return Freed::Impossible };
+    let (gpu, space) = spaces.find(|(_, space)| space.lock().is_of_pool(address))?;
+    let Some(name) = name else { return Some(real()) };
     // If the stream belongs to another GPU, the block is reusable only when all work of both GPUs is done.
     let other = if gpu::are_several() { gpu::of_stream(stream) } else { None }.filter(|other| other.index != gpu.index);
     if let Some(other) = other {
@@ -120,21 +113,19 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
     }
     let mut space = space.lock();
     if !space.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
-        return Freed::NotOurs; // another thread has freed it first
+        return None; // another thread has freed it first
     }
     if space.pools.has_dying() {
         connection::wake();
     }
-    Freed::Done
+    Some(SUCCESS)
 }
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if settings::get().movable_pools {
-        match free_in_pool(address, stream) {
-            Freed::Done => return SUCCESS,
-            Freed::Impossible => return real(),
-            Freed::NotOurs => {}
-        }
+    if settings::get().movable_pools
+        && let Some(result) = free_in_pool(address, stream, &real)
+    {
+        return result;
     }
     if free_later(address) { SUCCESS } else { driver_memory::free(Kind::Address, address, real) }
 }
@@ -245,12 +236,13 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
     unsafe { put(value, value.read_unaligned().saturating_add(bytes)) };
 }
 
-/// Runs `then` if the call has succeeded and this library may serve pools.
-fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
-    if result == SUCCESS && settings::get().movable_pools {
-        then();
-    }
-    result
+/// Runs `update` if the call has succeeded and this library may serve pools.
+fn update_after(result: CUresult, update: impl FnOnce()) -> CUresult {
+    after(result, || {
+        if settings::get().movable_pools {
+            update();
+        }
+    })
 }
 
 fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -274,7 +266,7 @@ hooks! { real, flavour;
     }
 
     [cuMemPoolCreate] (pool: *mut CUmemoryPool, properties: *const Properties) {
-        after(real(), || {
+        update_after(real(), || {
             // SAFETY: the driver has just written `pool` and read `properties`.
             if let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) } {
                 pools::on_create(*pool as u64, properties);
@@ -282,13 +274,13 @@ hooks! { real, flavour;
         })
     }
     [cuMemPoolDestroy] (pool: CUmemoryPool) { destroy(pool, real) }
-    [cuMemPoolTrimTo] (pool: CUmemoryPool, keep: Size) { after(real(), || trim(pool, keep)) }
-    [cuMemPoolSetAttribute] (pool: CUmemoryPool, which: i32, value: P) { after(real(), || attribute_set(pool, which)) }
+    [cuMemPoolTrimTo] (pool: CUmemoryPool, keep: Size) { update_after(real(), || trim(pool, keep)) }
+    [cuMemPoolSetAttribute] (pool: CUmemoryPool, which: i32, value: P) { update_after(real(), || attribute_set(pool, which)) }
     [cuMemPoolGetAttribute] (pool: CUmemoryPool, which: i32, value: P) {
         // SAFETY: the driver has just written `value`.
-        after(real(), || unsafe { add_statistics(pool, which, value) })
+        update_after(real(), || unsafe { add_statistics(pool, which, value) })
     }
-    [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }
+    [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { update_after(real(), || pools::access_changed(pool)) }
 }
 
 hooks! { always real, flavour;

@@ -13,7 +13,7 @@ use crate::{
         export::{bind, bind_at, escape_handle},
         mappings::{attach, create, map, movable, release, set_access, unmap, whole},
     },
-    driver::{self, types::*},
+    driver::{self, after, types::*},
     registry::{
         self,
         driver_memory::Kind,
@@ -119,11 +119,7 @@ hooks! { real, flavour;
         if table.ours_among(address, size as u64).is_some() {
             return ERROR_INVALID_VALUE; // like the driver, if memory is mapped there
         }
-        let result = real();
-        if result == SUCCESS {
-            table.unreserve(address);
-        }
-        result
+        after(real(), || table.unreserve(address))
     }
     [cuMemMap] (address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64) {
         if is_virtual(handle) {
@@ -136,12 +132,10 @@ hooks! { real, flavour;
         if table.ours_among(address, size as u64).is_some() {
             return ERROR_INVALID_VALUE; // in use, even if the driver has no mapping there now
         }
-        let result = real();
-        if result == SUCCESS {
+        after(real(), || {
             let is_counted = registry::driver_memory::retain(handle);
             table.map(address, size as u64, is_counted.then_some(handle));
-        }
-        result
+        })
     }
     [cuMemUnmap] (address: CUdeviceptr, size: Size) {
         if registry::are_ours(address, size) {

@@ -2,18 +2,14 @@
 //! and does not move. Whether the driver's checkpoint restores them was never tried. So a program that
 //! had such a resource once does not sleep, although its other memory moves.
 
-use crate::driver::types::{CUresult, SUCCESS};
+use crate::driver::{after, types::CUresult};
 use core::sync::atomic::{AtomicBool, Ordering};
 
 static ANY: AtomicBool = AtomicBool::new(false);
 
 /// Notes the resource if the call succeeds.
 pub fn note(call: impl FnOnce() -> CUresult) -> CUresult {
-    let result = call();
-    if result == SUCCESS {
-        ANY.store(true, Ordering::Relaxed);
-    }
-    result
+    after(call(), || ANY.store(true, Ordering::Relaxed))
 }
 
 /// Whether the program has ever registered or imported such a resource.

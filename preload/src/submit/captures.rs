@@ -6,7 +6,7 @@
 
 use super::{epoch, is_active, threads};
 use crate::{
-    driver::{self, context::current_or_null, query, types::*},
+    driver::{self, after, context::current_or_null, query, types::*},
     sys::{
         sync::{Mutex, Rank, RwLock},
         time,
@@ -125,14 +125,12 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if SYNCHRONIZING.load(Ordering::SeqCst) > 0 {
         time::sleep(SYNCHRONIZING_BEGINS);
     }
-    let result = call();
-    if result == SUCCESS {
+    after(call(), || {
         let mut captures = CAPTURES.lock();
         captures.push(Capture { id: id_of(stream), members: vec![Member::of(stream, context)] });
         COUNT.store(captures.len(), Ordering::SeqCst);
         epoch::end();
-    }
-    result
+    })
 }
 
 /// Makes a call that lets `stream` wait for an event. The stream is not capturing, but may join a

@@ -142,7 +142,9 @@ impl Mover {
     /// Completes the eviction of a chunk whose contents are stored in `residency`.
     pub(super) fn complete_eviction(&mut self, space: &Mutex<Space>, chunk: Mapped, residency: Residency) {
         let Mapped { base, offset, len, handle, engine } = chunk;
-        space.lock().hide(base, offset);
+        if let Some(aliases) = space.lock().aliases(base) {
+            aliases.hide(offset);
+        }
         engine.unmap(base + offset, len, handle);
         let mut guard = space.lock();
         self.stats.out += len;

@@ -101,7 +101,7 @@ impl Mover {
             Residency::Constant(_) => guard.account.counts.unmoved += len,
             _ => {} // the chunk had no contents
         }
-        if guard.show(base, offset, len, handle).is_err() {
+        if guard.aliases(base).is_some_and(|aliases| aliases.show(offset, len, handle).is_err()) {
             // The GPU may lack room for page tables. The chunk is restored later.
             self.refused = true;
             drop(guard);

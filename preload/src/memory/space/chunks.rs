@@ -270,18 +270,6 @@ impl Space {
         core::mem::take(&mut self.has_arrivals)
     }
 
-    /// Unmaps a chunk that is about to be evicted from the aliases of its range.
-    pub(in crate::memory) fn hide(&mut self, base: u64, offset: u64) {
-        if let Some(range) = self.ranges.get_mut(&base) {
-            range.aliases.hide(offset);
-        }
-    }
-
-    /// Maps a restored chunk at the aliases of its range.
-    pub(in crate::memory) fn show(&mut self, base: u64, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
-        self.ranges.get_mut(&base).map_or(Ok(()), |range| range.aliases.show(offset, len, handle))
-    }
-
     /// Accounts for a chunk of the range `base` whose memory on the GPU has been freed. `there` is the chunk's
     /// new residency.
     pub(in crate::memory) fn on_eviction(&mut self, base: u64, len: u64, there: &Residency) {

@@ -45,13 +45,6 @@ impl Space {
         Ok(())
     }
 
-    /// Removes an alias at which the program has unmapped the range.
-    pub fn remove_alias(&mut self, base: u64, at: u64) {
-        if let Some(range) = self.ranges.get_mut(&base) {
-            range.aliases.remove(at);
-        }
-    }
-
     /// The aliases of a range.
     pub fn aliases(&mut self, base: u64) -> Option<&mut Aliases> {
         self.ranges.get_mut(&base).map(|range| &mut range.aliases)
