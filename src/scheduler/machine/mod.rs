@@ -559,10 +559,14 @@ impl Machine {
         self.sharing().gpu_found(id, total, suspended);
     }
 
-    /// Keeps memory of a GPU free for programs that are not clients.
+    /// Keeps memory of a GPU free for programs that are not clients. Refuses the room if it cannot be
+    /// kept free.
     fn make_room(&mut self, room: RoomId, gpu: GpuId, bytes: u64, until: Time) {
-        let (settings, until) = (&self.settings, until.min(MAX_TIME));
-        self.gpus.make_room(self.now, settings, &mut self.effects, (room, gpu), bytes, until);
+        let made = self.with_gpu(gpu, |it, cx, fx| it.make_room(cx, fx, room, bytes, until.min(MAX_TIME)));
+        if let Err(why) = made.unwrap_or(Err(RoomObstacle::Gone)) {
+            self.gpus.end_room(&mut self.effects, room);
+            self.effects.command(Command::RoomRefused { room, gpu, why });
+        }
     }
 
     fn suspend(&mut self, suspended: bool) {
