@@ -40,14 +40,6 @@ pub(crate) struct Holders {
     grace: Duration,
 }
 
-/// The state of one holder's turn.
-struct TurnState {
-    /// The holder keeps a waiting client from running.
-    wanted: bool,
-    /// Bytes that the holder must evict after its turn.
-    leaves: u64,
-}
-
 /// Why holders of a GPU should release it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Pressure {
@@ -135,30 +127,8 @@ impl Model<'_> {
         }
     }
 
-    /// The state of a holder's turn. Deducts the holder's part from the `short` bytes that holders
-    /// have to free. `None`: the holder was already revoked.
-    fn turn_state(
-        &self,
-        client: ClientId,
-        id: GpuId,
-        pressure: &Pressure,
-        all: &Holders,
-        short: &mut u64,
-    ) -> Option<TurnState> {
-        let (hold, account) = (self.gpus.hold(client, id)?, self.gpus.account(client, id)?);
-        let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
-        let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
-        let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
-        let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
-        let leaves = if gives { evictable.min(*short) } else { 0 };
-        *short -= leaves;
-        // The allowance may exceed the mapped memory, and only mapped memory is evicted.
-        let leaves = leaves.min(account.report.mapped);
-        hold.revoked.is_none().then_some(TurnState { wanted, leaves })
-    }
-
-    /// The next step of a holder's turn. `short`: bytes that this and the following holders have to
-    /// free. `None`: the holder was already revoked.
+    /// The next step of a holder's turn. Deducts the holder's part from the `short` bytes that this
+    /// and the following holders have to free. `None`: the holder was already revoked.
     pub fn turn_step(
         &self,
         client: ClientId,
@@ -167,8 +137,22 @@ impl Model<'_> {
         all: &Holders,
         short: &mut u64,
     ) -> Option<TurnStep> {
-        let TurnState { wanted, leaves } = self.turn_state(client, id, pressure, all, short)?;
-        let mut hold = self.gpus.hold(client, id)?.clone();
+        let (hold, account) = (self.gpus.hold(client, id)?, self.gpus.account(client, id)?);
+        let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
+        let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
+        let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
+        // Bytes that the holder must evict after its turn. Other holders free the rest, even if this
+        // holder was already revoked.
+        let leaves = if gives { evictable.min(*short) } else { 0 };
+        *short -= leaves;
+        if hold.revoked.is_some() {
+            return None;
+        }
+        // The allowance may exceed the mapped memory, and only mapped memory is evicted.
+        let leaves = leaves.min(account.report.mapped);
+        // Whether the holder keeps a waiting client from running.
+        let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
+        let mut hold = hold.clone();
         if let Some((first, waiter)) = pressure.first.zip(pressure.waiter) {
             hold.expect_exchange(first, waiter.arrives);
         }
