@@ -5,7 +5,7 @@ use super::Model;
 use crate::{
     api::*,
     gpu::{Access, Hold, ReservationNeeds, TurnStep},
-    policy::{Precedence, SHORTEST_GRACE, Waiter, utilization::MEASURED},
+    policy::{self, Precedence, SHORTEST_GRACE, Waiter, utilization::MEASURED},
     queue::{Entity, Gang},
 };
 use std::time::Duration;
@@ -123,7 +123,7 @@ impl Model<'_> {
             first: first.map(|hold| hold.entity),
             awaited: self.queues.behind(id).next().is_some() || self.lacks_contexts(id),
             waiters: self.queues.queue_length(id).max(1),
-            grace: self.policy().grace(self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
+            grace: policy::grace(self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
         }
     }
 

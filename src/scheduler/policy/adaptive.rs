@@ -99,14 +99,6 @@ impl Policy for Adaptive {
         false
     }
 
-    fn grace(&self, settings: &Settings, moving: Duration) -> Duration {
-        Fcfs.grace(settings, moving)
-    }
-
-    fn expected_idle(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration {
-        before.map_or(idle, |before| settings.time_quantum.saturating_mul(before))
-    }
-
     fn evicts_by_queue(&self) -> bool {
         true
     }

@@ -23,11 +23,8 @@
 //! four. Short bursts precede long ones, and clients with equal bursts keep their order. Ageing is
 //! built in: a client never precedes a client that arrived more than a time quantum before it. The
 //! time to move memory counts, so a client whose memory is on the GPU is served first.
-//!
-//! **Grace**, the longest time for which a holder may keep the lock while idle, is the cost of a
-//! move (ski rental). A client that can predict its own pauses releases the lock sooner.
 
-use super::{Holder, Policy, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
+use super::{Holder, Policy, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
     policy::Precedence,
@@ -93,14 +90,6 @@ impl Policy for Fcfs {
 
     fn tenants_take_turns(&self) -> bool {
         true
-    }
-
-    fn grace(&self, settings: &Settings, moving: Duration) -> Duration {
-        moving.min(settings.time_quantum).max(SHORTEST_GRACE)
-    }
-
-    fn expected_idle(&self, _: &Settings, idle: Duration, _: Option<u32>) -> Duration {
-        idle
     }
 
     fn evicts_by_queue(&self) -> bool {
