@@ -399,6 +399,13 @@ impl Machine {
         self.follow(client, tasks);
     }
 
+    /// Like `change_sleep`, but ignores an unknown client.
+    fn change_known(&mut self, client: ClientId, change: impl FnOnce(&mut Presence) -> Vec<Task>) {
+        if self.clients.contains_key(&client) {
+            self.change_sleep(client, change);
+        }
+    }
+
     /// Puts the longest-idle client to sleep, if its idle time suffices and other clients lack room.
     /// Returns when the next client's idle time suffices.
     fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
