@@ -422,7 +422,7 @@ impl Requests<'_> {
     /// Removes requests from a queue if they would only block other GPUs. A request blocks other
     /// GPUs if a request of a better tier waits in this queue.
     pub fn defer_behind(&mut self, id: GpuId) {
-        if !self.model().shares().have_classes() {
+        if !self.rules.have_classes() {
             return;
         }
         let queue = self.queues.queue(id).map(|(_, entity)| entity);

@@ -94,7 +94,7 @@ impl Machine {
         self.dispatch(event);
         while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
-                Wake::Gpu(gpu) => self.sharing().touch(gpu),
+                Wake::Gpu(gpu) => self.effects.touch(gpu),
                 Wake::Client(client) => self.sharing().check(client),
                 Wake::Entity(entity) => self.with_requests(|requests| {
                     requests.requeue(entity);
@@ -323,7 +323,7 @@ impl Machine {
         }
         self.sleep.detached(client, id);
         self.follow(client, vec![Task::Limit, Task::AnswerMove]);
-        self.sharing().touch(id);
+        self.effects.touch(id);
         if self.sleep.is_drained(client) {
             self.follow(client, vec![Task::Drain]);
         }
@@ -436,7 +436,7 @@ impl Machine {
         gpu.drained = drained;
         let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
         clients.into_iter().for_each(|client| self.follow(client, vec![Task::Drain]));
-        self.sharing().touch(id);
+        self.effects.touch(id);
     }
 
     /// Moves the attachment of a sleeping client from one GPU to another, together with its limit

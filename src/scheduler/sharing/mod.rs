@@ -72,13 +72,6 @@ impl Sharing<'_> {
         Requests { queues, effects, now: *now, settings, rules, clients, gpus, sleep, quota, fairness, places }
     }
 
-    /// Marks a GPU to be settled.
-    pub fn touch(&mut self, gpu: GpuId) {
-        if self.gpus.contains(gpu) {
-            self.effects.touch(gpu);
-        }
-    }
-
     /// Requests a measurement of a GPU if none is pending.
     pub fn measure(&mut self, id: GpuId) {
         self.with_gpu(id, |gpu, _, fx| gpu.measure(fx));
