@@ -254,15 +254,11 @@ impl Model<'_> {
         if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {
             return MEASURED.min(self.settings.time_quantum);
         }
-        let most = match self.settings.max_wait {
-            Duration::ZERO => Duration::MAX,
-            most => most / self.queues.queue_length(id).max(1),
-        };
         self.queues
             .gangs()
             .hand_over(gang)
             .saturating_mul(HAND_OVERS_PER_TURN)
             .min(self.settings.time_quantum)
-            .min(most)
+            .min(self.settings.turn_within_max_wait(self.queues.queue_length(id)))
     }
 }

@@ -106,9 +106,5 @@ impl Policy for Adaptive {
 
 /// The length of a turn if all waiting clients took turns.
 fn turn_of_all(settings: &Settings, waiter: &Waiter) -> Duration {
-    let share = match settings.max_wait {
-        Duration::ZERO => Duration::MAX,
-        most => most / waiter.waiters.max(1),
-    };
-    settings.time_quantum.min(share).max(waiter.shortest_turn())
+    settings.time_quantum.min(settings.turn_within_max_wait(waiter.waiters)).max(waiter.shortest_turn())
 }

@@ -64,11 +64,7 @@ impl Policy for Fcfs {
             let rest = if are_first { FIRST_TURN.saturating_sub(holder.burst) } else { Duration::ZERO };
             a_little_more(first.burst).max(rest).max(SHORTEST_TURN).min(settings.time_quantum)
         };
-        let share = match settings.max_wait {
-            Duration::ZERO => Duration::MAX,
-            most => most / first.waiters.max(1),
-        };
-        quantum.min(share).max(first.shortest_turn())
+        quantum.min(settings.turn_within_max_wait(first.waiters)).max(first.shortest_turn())
     }
 
     fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time {
