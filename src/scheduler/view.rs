@@ -157,9 +157,10 @@ pub struct Turns {
 }
 
 /// A client's state with respect to one GPU's lock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum LockState {
     /// The client neither holds the lock nor waits for it.
+    #[default]
     Idle,
     Waiting,
     Holding,
