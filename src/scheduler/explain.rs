@@ -17,7 +17,7 @@ use crate::{
 use std::time::Duration;
 
 /// A client's state on one GPU, and the reasons why it waits. Amounts are bytes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Explanation {
     pub gpu: GpuId,
     pub state: LockState,
@@ -170,12 +170,7 @@ impl<'a> Model<'a> {
             waits,
             obstacle: self.kept_out_by(client, id, now),
             standstill: self.standstill(client),
-            holders: Vec::new(),
-            ahead: Vec::new(),
-            leaves: 0,
-            comes: 0,
-            moving: Duration::ZERO,
-            starts: None,
+            ..Explanation::default()
         };
         if let Some(hold) = self.gpus.hold(client, id) {
             explanation.holders = vec![self.holder_ahead(client, hold, None, now, state)];

@@ -117,19 +117,20 @@ impl Placements {
         let Some(tenant) = cx.clients.get(&client).map(|state| state.tenant) else { return };
         self.end_expected(cx);
         self.places.remove(&client);
-        let needs = match self.place(cx, client, request) {
+        let gpus = match self.decide(cx, client, request) {
             Err(why) => return fx.command(Command::Unplaced { client, why }),
-            Ok(needs) => needs,
+            Ok(gpus) => gpus,
         };
-        fx.command(Command::Placed { client, gpus: needs.iter().map(|(id, _)| *id).collect() });
+        let need = |id: &GpuId| (*id, self.expected_need(cx, client, *id, request.bytes).unwrap_or(0));
         let place = Place {
-            gpus: needs.into_iter().collect(),
+            gpus: gpus.iter().map(need).collect(),
             is_declared: request.bytes.is_some(),
             ahead: request.ahead,
             since: cx.now,
             tenant,
             labels: self.labels(client),
         };
+        fx.command(Command::Placed { client, gpus });
         self.places.insert(client, place);
     }
 
@@ -192,20 +193,10 @@ pub(crate) struct Context<'a> {
 
 /// The decision about a request.
 impl Placements {
-    /// The GPUs for a request, and the bytes that the client is expected to need on each GPU.
+    /// The GPUs for a request.
     ///
     /// # Errors
     /// There are too few candidates, or labels exclude the client from them.
-    fn place(
-        &self,
-        cx: Context,
-        client: ClientId,
-        request: &PlacementRequest,
-    ) -> Result<Vec<(GpuId, u64)>, PlacementError> {
-        let gpus = self.decide(cx, client, request)?;
-        Ok(gpus.into_iter().map(|id| (id, self.expected_need(cx, client, id, request.bytes).unwrap_or(0))).collect())
-    }
-
     fn decide(&self, cx: Context, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
         let count = request.count.max(1) as usize;
         let is_there = |id: &&GpuId| cx.gpus.get(**id).is_some_and(|gpu| gpu.access != Access::Gone);

@@ -134,18 +134,12 @@ impl Presence<'_> {
     // Events. Each returns tasks for the client.
 
     pub fn want(&mut self, client: ClientId, paused: bool) -> Vec<Task> {
-        if !self.clients.contains_key(&client) {
-            return Vec::new();
-        }
         self.sleep.want(client, paused);
         vec![Task::AnswerMove, Task::HoldOff, Task::Prepare, Task::Return]
     }
 
     /// Handles the connection of a client that an earlier scheduler told to sleep.
     pub fn found(&mut self, client: ClientId) -> Vec<Task> {
-        if !self.clients.contains_key(&client) {
-            return Vec::new();
-        }
         vec![Task::Step(self.sleep.found(client))]
     }
 
@@ -182,18 +176,12 @@ impl Presence<'_> {
 
     /// Handles the present state of a process that another program may have checkpointed.
     pub fn foreign(&mut self, client: ClientId, state: ForeignState) -> Vec<Task> {
-        if !self.clients.contains_key(&client) {
-            return Vec::new();
-        }
         // Other clients no longer wait for this client to leave.
         self.effects.touch_all(self.gpus.of_client(client));
         vec![Task::Step(self.sleep.foreign(client, state))]
     }
 
     pub fn restore_requested(&mut self, client: ClientId) -> Vec<Task> {
-        if !self.clients.contains_key(&client) {
-            return Vec::new();
-        }
         vec![Task::Step(self.sleep.restore_requested(client, self.effects.number()))]
     }
 
@@ -204,9 +192,6 @@ impl Presence<'_> {
     }
 
     pub fn migrate(&mut self, client: ClientId, to: Move) -> Vec<Task> {
-        if !self.clients.contains_key(&client) {
-            return Vec::new();
-        }
         let obstacle = self.model().obstacle_to_move(client, to);
         if let Some(why) = obstacle.or_else(|| self.sleep.want_move(client, to)) {
             let Move { from, to } = to;

@@ -244,18 +244,16 @@ impl Requests<'_> {
         match blocked {
             Some(Blocked::Until(at)) if self.model().is_delayed(entity) => self.block(entity, Blocked::Until(at)),
             Some(Blocked::Absent) if self.model().any_absent(entity) => {}
-            _ => {
-                self.unblock(entity);
-                self.enqueue(entity);
-            }
+            _ => self.unblock(entity),
         }
     }
 
-    /// Clears the reason for which a request is blocked.
+    /// Clears the reason for which a request is blocked, and puts the request into the queues.
     fn unblock(&mut self, entity: Entity) {
         if let Some(request) = self.queues.request_mut(entity) {
             request.blocked = None;
         }
+        self.enqueue(entity);
     }
 
     /// Puts a client's request back into the queues once all of its clients run. Returns whether they
@@ -265,7 +263,6 @@ impl Requests<'_> {
             return false;
         };
         self.unblock(entity);
-        self.enqueue(entity);
         true
     }
 
@@ -321,11 +318,16 @@ impl Requests<'_> {
         }
     }
 
-    /// Lets the first request of a GPU wait. Other requests do not wait behind it if they would only
-    /// block other GPUs.
+    /// Handles the wait of a GPU's first request. Removes other requests from the queue if they would
+    /// only block other GPUs. A request blocks other GPUs if a request of a better tier waits in this queue.
     pub fn wait_for(&mut self, id: GpuId, first: Entity, why: Option<WaitReason>) {
         why.into_iter().for_each(|why| self.report_wait(first, why));
-        self.defer_behind(id);
+        if !self.rules.have_classes() {
+            return;
+        }
+        let queue = self.queues.queue(id).map(|(_, entity)| entity);
+        let behind: Vec<Entity> = queue.skip(1).filter(|entity| self.model().waits_behind(*entity, id)).collect();
+        behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
     }
 
     /// Blocks the request of a client that has become undrainable. Otherwise the request would wait
@@ -417,17 +419,6 @@ impl Requests<'_> {
             Some(until) => self.block(entity, Blocked::Until(until)),
             None => self.requeue(entity),
         }
-    }
-
-    /// Removes requests from a queue if they would only block other GPUs. A request blocks other
-    /// GPUs if a request of a better tier waits in this queue.
-    pub fn defer_behind(&mut self, id: GpuId) {
-        if !self.model().shares().have_classes() {
-            return;
-        }
-        let queue = self.queues.queue(id).map(|(_, entity)| entity);
-        let behind: Vec<Entity> = queue.skip(1).filter(|entity| self.model().waits_behind(*entity, id)).collect();
-        behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
     }
 
     /// Updates the time at which this GPU admits its first request. If that time or the first

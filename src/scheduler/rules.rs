@@ -74,13 +74,25 @@ impl Rules {
         self.group_of.insert(client, id);
         let rule = self.groups.entry(id).or_default();
         rule.members.insert(client);
-        let changes = std::mem::replace(&mut rule.limits, now).changes(&now);
-        let only = |all: bool| if all { rule.members.clone() } else { BTreeSet::from([client]) };
+        // A new key of a rule belongs to one of the changes, or needs none because each decision reads
+        // it. Eviction reads `memory_low`, and idle sleep reads `sleep_after`.
+        let RuleLimits {
+            memory_max,
+            memory_low: _,
+            swap_max,
+            on_memory_full,
+            sleep_after: _,
+            share,
+            gang,
+            managed_beyond_gpu,
+        } = std::mem::replace(&mut rule.limits, now);
+        let bounds = (memory_max, swap_max, on_memory_full, managed_beyond_gpu);
+        let all_or_new = |all: bool| if all { rule.members.clone() } else { BTreeSet::from([client]) };
         GroupChange {
-            owners: only(changes.owner),
-            bounds: only(changes.bounds),
-            gangs: only(changes.gang),
-            shares: changes.share,
+            owners: all_or_new(share.is_some() != now.share.is_some()),
+            bounds: all_or_new(bounds != (now.memory_max, now.swap_max, now.on_memory_full, now.managed_beyond_gpu)),
+            gangs: all_or_new(gang != now.gang),
+            shares: share != now.share,
         }
     }
 

@@ -34,9 +34,6 @@ pub struct GpuView {
     pub holders: Vec<HolderView>,
     /// Waiting clients in the order of service. Clients of blocked requests come last.
     pub waiters: Vec<WaiterView>,
-    /// When the next turn ends, or the GPU is next checked for another reason. `None`: no check is
-    /// due.
-    pub next: Option<Time>,
     /// The rate of the link to the host, in bytes per second in each direction. `None`: unknown.
     pub link: Option<u64>,
     /// Bytes of the overhead that are kept free for other programs, either for rooms or in advance
@@ -160,9 +157,10 @@ pub struct Turns {
 }
 
 /// A client's state with respect to one GPU's lock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum LockState {
     /// The client neither holds the lock nor waits for it.
+    #[default]
     Idle,
     Waiting,
     Holding,

@@ -4,8 +4,6 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use nvshare_simulated_client::addressee;
-
 use super::context::{Context, gpu_id, place_of};
 use super::drawing::Drawing;
 use super::engines::{Engines, Work};
@@ -135,7 +133,7 @@ impl World {
             drawing.note(now, &event, &commands);
         }
         for command in commands {
-            if let Some(client) = addressee(&command) {
+            if let Some(client) = command.client() {
                 self.context.queue.tell(now, client, command);
             } else if let Command::Measure { gpu } = command {
                 self.context.at(now + MEASUREMENT, Happening::Measured(place_of(gpu), now));

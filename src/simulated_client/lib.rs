@@ -21,7 +21,7 @@ pub use client::Client;
 pub use memory::{Memory, Way};
 pub use utilization::FULL;
 
-use nvshare_sched::{ClientId, Command, Engine, EnvLimits, Event, GpuId, GpuSet, Group, TenantId, Time};
+use nvshare_sched::{Engine, EnvLimits, Event, GpuId, GpuSet, Group, TenantId, Time};
 use std::time::Duration;
 
 /// The fixed properties of a client.
@@ -84,63 +84,4 @@ pub enum Timer {
     Lingers(u32),
     /// A failed mapping on this GPU is due for a retry.
     Retry(GpuId),
-}
-
-/// The client that receives a command or that the command names.
-pub fn addressee(command: &Command) -> Option<ClientId> {
-    match command {
-        Command::Measure { .. }
-        | Command::RoomReady { .. }
-        | Command::RoomRefused { .. }
-        | Command::RoomEnded { .. } => None,
-        Command::Attached { client, .. }
-        | Command::MappingFailed { client, .. }
-        | Command::Limit { client, .. }
-        | Command::Denied { client, .. }
-        | Command::Allowance { client, .. }
-        | Command::Grant { client, .. }
-        | Command::Revoke { client, .. }
-        | Command::Contended { client, .. }
-        | Command::Waiting { client, .. }
-        | Command::Undrainable { client, .. }
-        | Command::EvictionBlocked { client, .. }
-        | Command::Reserved { client, .. }
-        | Command::Prepare { client, .. }
-        | Command::Probe { client }
-        | Command::PrepareSleep { client, .. }
-        | Command::Awake { client, .. }
-        | Command::Moved { client, .. }
-        | Command::Migrated { client, .. }
-        | Command::Checkpoint { client, .. }
-        | Command::RestoreAllowed { client }
-        | Command::Placed { client, .. }
-        | Command::Unplaced { client, .. } => Some(*client),
-    }
-}
-
-/// Replaces `both.from` with `both.to` in a command to a client that has migrated.
-pub fn rename(command: &mut Command, both: nvshare_sched::Move) {
-    match command {
-        Command::Attached { gpu, .. }
-        | Command::Limit { gpu, .. }
-        | Command::Denied { gpu, .. }
-        | Command::Allowance { gpu, .. }
-        | Command::Reserved { gpu, .. }
-        | Command::Prepare { gpu, .. }
-        | Command::EvictionBlocked { gpu, .. }
-        | Command::MappingFailed { gpu, .. } => *gpu = if *gpu == both.from { both.to } else { *gpu },
-        Command::Grant { gpus, .. }
-        | Command::Revoke { gpus, .. }
-        | Command::Contended { gpus, .. }
-        | Command::Waiting { gpus, .. }
-        | Command::Undrainable { gpus, .. } => replace(gpus, both),
-        _ => {}
-    }
-}
-
-/// Replaces `from` with `to` in a set.
-pub fn replace(gpus: &mut GpuSet, nvshare_sched::Move { from, to }: nvshare_sched::Move) {
-    if gpus.remove(&from) {
-        gpus.insert(to);
-    }
 }

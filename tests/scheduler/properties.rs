@@ -578,7 +578,7 @@ proptest! {
                 }
             }
             for command in &commands {
-                let gone = addressee(command).is_some_and(|to| machines[0].client(to).is_none());
+                let gone = command.client().is_some_and(|to| machines[0].client(to).is_none());
                 prop_assert!(!gone, "{:?} after {:?}", command, event);
             }
             for view in machines[0].gpus() {

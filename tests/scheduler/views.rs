@@ -191,7 +191,8 @@ fn a_view_of_a_gpu_shows_its_queue_and_blocked_requests() {
     let waiter = |n, since, blocked| WaiterView { client: client(n), since, blocked };
     assert_eq!(view.holders, [holder]);
     assert_eq!(view.waiters, [waiter(3, t.now, None), waiter(2, begun, Some(WaitReason::Queue))]);
-    assert_eq!((view.next, view.link, view.overhead, view.shortfall, view.trial), (ends, Some(8 * GIB), 0, 0, 0));
+    assert_eq!(t.machine.deadline(), ends);
+    assert_eq!((view.link, view.overhead, view.shortfall, view.trial), (Some(8 * GIB), 0, 0, 0));
     assert_eq!((view.gone, view.drained, view.charged, view.total), (false, false, 3 * GIB, 16 * GIB));
     t.say(Event::Drain { gpu: gpu(0), drained: true });
     assert!(t.machine.gpus()[0].drained);

@@ -365,15 +365,8 @@ mod tests {
         Explanation {
             gpu: GpuId(Uuid([1; 16])),
             state: LockState::Waiting,
-            standstill: None,
             waits: Some(Duration::from_millis(4200)),
-            obstacle: None,
-            holders: Vec::new(),
-            ahead: Vec::new(),
-            leaves: 0,
-            comes: 0,
-            moving: Duration::ZERO,
-            starts: None,
+            ..Explanation::default()
         }
     }
 

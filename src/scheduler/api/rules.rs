@@ -39,41 +39,6 @@ pub struct RuleLimits {
     pub managed_beyond_gpu: bool,
 }
 
-/// The differences between two versions of a group's limits that its running clients notice.
-pub(crate) struct LimitChanges {
-    /// The group becomes, or stops being, the owner of its clients' turns.
-    pub owner: bool,
-    /// The bounds on memory differ.
-    pub bounds: bool,
-    pub gang: bool,
-    pub share: bool,
-}
-
-impl RuleLimits {
-    /// Compares limits with the limits that follow. A new key belongs to one of the differences, or needs
-    /// none because each decision reads it.
-    pub(crate) fn changes(self, now: &Self) -> LimitChanges {
-        // Eviction reads `memory_low`, and idle sleep reads `sleep_after`.
-        let Self {
-            memory_max,
-            memory_low: _,
-            swap_max,
-            on_memory_full,
-            sleep_after: _,
-            share,
-            gang,
-            managed_beyond_gpu,
-        } = self;
-        LimitChanges {
-            owner: share.is_some() != now.share.is_some(),
-            bounds: (memory_max, swap_max, on_memory_full, managed_beyond_gpu)
-                != (now.memory_max, now.swap_max, now.on_memory_full, now.managed_beyond_gpu),
-            gang: gang != now.gang,
-            share: share != now.share,
-        }
-    }
-}
-
 /// Limits that a client's own environment sets. These limits apply to this client alone, and can
 /// only tighten the limits of its group's rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]

@@ -70,4 +70,9 @@ impl Settings {
     pub(crate) fn slice(&self) -> Duration {
         self.time_period / 40
     }
+
+    /// The longest turn with which the last of `waiters` clients waits no longer than `max_wait`.
+    pub(crate) fn turn_within_max_wait(&self, waiters: u32) -> Duration {
+        if self.max_wait.is_zero() { Duration::MAX } else { self.max_wait / waiters.max(1) }
+    }
 }

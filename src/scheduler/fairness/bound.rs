@@ -47,15 +47,18 @@ impl<'a> Shares<'a> {
         min > 0 && self.window(owner, id).used(self.now) < part(min, self.settings)
     }
 
+    /// The owner of a client's turns, and its maximum time within a period, if it has a maximum.
+    fn cap(&self, client: ClientId) -> Option<(ShareOwner, Duration)> {
+        let owner = self.owner(client)?;
+        let max = self.share(owner).max;
+        (max < 100).then(|| (owner, part(max, self.settings)))
+    }
+
     /// When a holder's owner reaches its maximum, or the current time if the owner has reached it.
     /// `None`: the owner has no maximum.
     pub fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
-        let owner = self.owner(holder)?;
-        let share = self.share(owner);
-        if share.max >= 100 {
-            return None;
-        }
-        let (window, most) = (self.window(owner, id), part(share.max, self.settings));
+        let (owner, most) = self.cap(holder)?;
+        let window = self.window(owner, id);
         if window.used(self.now) >= most {
             return Some(self.now);
         }
@@ -66,12 +69,7 @@ impl<'a> Shares<'a> {
     /// enough of the owner's usage has left the period for another turn. `None`: the client may
     /// hold the GPUs now.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
-        let owner = self.owner(client)?;
-        let share = self.share(owner);
-        if share.max >= 100 {
-            return None;
-        }
-        let most = part(share.max, self.settings);
+        let (owner, most) = self.cap(client)?;
         let turn = self.settings.slice().min(most / 2);
         let until = gpus.iter().filter_map(|id| {
             let window = self.window(owner, *id);

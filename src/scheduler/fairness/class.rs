@@ -9,11 +9,6 @@ use crate::{
 use std::cmp::{Ordering, Reverse};
 
 impl Shares<'_> {
-    /// Whether clients can be of different classes.
-    pub fn have_classes(&self) -> bool {
-        self.rules.have_classes()
-    }
-
     /// The class of a client that wants or holds these GPUs: the worst class among the members of
     /// its gang, because they run together. So a client cannot gain precedence by joining a gang.
     pub fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
@@ -49,7 +44,7 @@ impl Shares<'_> {
     /// The precedence of a waiting request over a holder.
     pub fn precedence(&self, waiter: Entity, holder: ClientId) -> Precedence {
         let Some(request) = self.queues.request(waiter) else { return Precedence::Equal };
-        if !self.have_classes() {
+        if !self.rules.have_classes() {
             return Precedence::Equal;
         }
         let (first, has) = (request.key.class, self.class_of_holder(holder));

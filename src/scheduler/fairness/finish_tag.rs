@@ -180,8 +180,4 @@ impl Shares<'_> {
         }
         least - until
     }
-
-    pub fn tag_of(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {
-        self.state.finish_tag(owner, id)
-    }
 }

@@ -120,7 +120,7 @@ impl Fairness {
         self.gpus.values_mut().for_each(|gpu| gpu.finish_tags = FinishTags::default());
     }
 
-    fn finish_tag(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {
+    pub fn finish_tag(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {
         self.gpus.get(&id)?.finish_tags.of(owner)
     }
 }
@@ -138,12 +138,9 @@ impl<'a> Shares<'a> {
         let tenant = self.clients.get(&client)?.tenant;
         let has_share = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.share.is_some());
         let group = self.rules.group(client).filter(has_share);
-        let others = if self.tenants_take_turns() { ShareOwner::Tenant(tenant) } else { ShareOwner::Others };
+        let by_tenant = policy::named(self.settings.policy).tenants_take_turns();
+        let others = if by_tenant { ShareOwner::Tenant(tenant) } else { ShareOwner::Others };
         Some(group.map_or(others, ShareOwner::Group))
-    }
-
-    pub fn tenants_take_turns(&self) -> bool {
-        policy::named(self.settings.policy).tenants_take_turns()
     }
 
     /// The share of an owner.

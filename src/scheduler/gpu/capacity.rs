@@ -14,13 +14,6 @@ const SMALLEST_PART: u64 = 16;
 /// overflowing.
 pub(super) const MOST: u64 = 1 << 44;
 
-impl Settings {
-    /// The estimated size of an unmeasured context on a GPU of `total` bytes.
-    pub fn context_on(&self, total: u64) -> u64 {
-        self.context.min(total / SMALLEST_PART)
-    }
-}
-
 impl Gpu {
     /// Bytes that no client may use.
     pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
@@ -34,7 +27,7 @@ impl Gpu {
 
     /// The estimated size of `count` unmeasured contexts.
     pub(crate) fn context_bytes(&self, settings: &Settings, count: usize) -> u64 {
-        settings.context_on(self.total).saturating_mul(count as u64)
+        settings.context.min(self.total / SMALLEST_PART).saturating_mul(count as u64)
     }
 
     /// Bytes that may be charged to clients.

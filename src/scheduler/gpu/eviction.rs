@@ -6,7 +6,7 @@
 //! in a rotation of three programs, the victim is the program that ran before the holder.
 
 use super::{Account, Context, Gpu};
-use crate::{api::*, effects::Effects, policy, queue::Entity};
+use crate::{api::*, effects::Effects, queue::Entity};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -56,14 +56,16 @@ impl Gpu {
     }
 
     /// Idle clients with evictable bytes, in the order of eviction, for policies that evict in the
-    /// order of the queue.
+    /// order of the queue. The client with the longest expected idle time comes first.
     fn victims_by_queue(&self, cx: Context, queue: &[Entity]) -> Vec<ClientId> {
         let before: BTreeMap<Entity, u32> = queue.iter().copied().zip(0..).collect();
-        let policy = policy::named(cx.settings.policy);
+        // A waiting client stays idle while the requests ahead of it have their turns. Another client
+        // is expected to stay idle for as long again as it has already been idle.
         let expected_idle = |(last_run, client): (Time, ClientId)| {
             let entity = cx.queues.waiting(client);
             let before = entity.and_then(|entity| before.get(&entity).copied());
-            (policy.expected_idle(cx.settings, cx.now.saturating_sub(last_run), before), client)
+            let idle = cx.now.saturating_sub(last_run);
+            (before.map_or(idle, |before| cx.settings.time_quantum.saturating_mul(before)), client)
         };
         let mut victims: Vec<_> = self.ledger.eviction_order().map(expected_idle).collect();
         // The sort is stable, so equal clients stay in LRU order.

@@ -148,10 +148,6 @@ impl Gpus {
         Some(&self.attachment(client, id)?.lock)
     }
 
-    pub fn lock_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLock> {
-        Some(&mut self.attachment_mut(client, id)?.lock)
-    }
-
     /// A client's lock state on each GPU that it has attached.
     pub fn locks_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &ClientLock)> {
         let ids = self.of_clients.get(&client).into_iter().flatten();
@@ -163,7 +159,7 @@ impl Gpus {
     }
 
     pub fn hold_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Hold> {
-        self.lock_mut(client, id)?.hold.as_mut()
+        self.attachment_mut(client, id)?.lock.hold.as_mut()
     }
 
     /// The holds of a client.

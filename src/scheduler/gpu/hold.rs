@@ -134,13 +134,6 @@ pub(crate) struct Revoked {
     pub backoff: Duration,
 }
 
-/// A hold that has ended, and how long other clients waited for it.
-#[derive(Debug)]
-pub(crate) struct EndedHold {
-    pub hold: Hold,
-    pub waited: Duration,
-}
-
 /// A step of a holder's turn.
 #[derive(Debug)]
 pub(crate) struct TurnStep {

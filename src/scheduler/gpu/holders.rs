@@ -1,6 +1,6 @@
 //! Changes of the holds of a GPU's lock, from their grant to their end.
 
-use super::{Account, ClientLock, Context, EndedHold, Gpu, Hold, STUCK, TurnStep, hold::Revoked};
+use super::{Account, ClientLock, Context, Gpu, Hold, STUCK, TurnStep, hold::Revoked};
 use crate::{api::*, effects::Effects};
 use std::time::Duration;
 
@@ -40,7 +40,8 @@ impl Gpu {
     }
 
     /// Ends a client's hold. `busy`: how long the GPU worked for the client. `idle`: the client
-    /// released the lock because it had no more work.
+    /// released the lock because it had no more work. Returns the hold, and how long other clients
+    /// waited for it.
     pub fn end_hold(
         &mut self,
         cx: Context,
@@ -48,7 +49,7 @@ impl Gpu {
         client: ClientId,
         busy: Duration,
         idle: bool,
-    ) -> Option<EndedHold> {
+    ) -> Option<(Hold, Duration)> {
         let attachment = self.attachments.get_mut(&client)?;
         let hold = attachment.lock.hold.take()?;
         self.holders.remove(&hold.number);
@@ -67,7 +68,7 @@ impl Gpu {
         self.change_account(fx, client, Account::has_run);
         self.lock_changed(cx, fx, client);
         self.end_trial(fx, client);
-        Some(EndedHold { hold, waited })
+        Some((hold, waited))
     }
 
     /// Changes a client's hold, and updates the ledger.

@@ -62,7 +62,7 @@ pub(crate) use account::Account;
 pub(crate) use contexts::Admission;
 pub(crate) use failures::{FAILURE_TIMEOUT, Measurement};
 pub(crate) use gpus::Gpus;
-pub(crate) use hold::{ClientLock, EndedHold, Hold, STUCK, TurnStep};
+pub(crate) use hold::{ClientLock, Hold, STUCK, TurnStep};
 pub(crate) use reports::AT_REST;
 pub(crate) use reservation::ReservationNeeds;
 pub(crate) use returning::Return;

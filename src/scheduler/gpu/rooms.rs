@@ -4,7 +4,7 @@
 //! fit beside a room wait until the room ends. Gangs are not split to make room. Headroom
 //! (`others`) has the same effects.
 
-use super::{Access, Attachment, Gpu, Gpus};
+use super::{Access, Attachment, Context, Gpu, Gpus};
 use crate::{api::*, effects::Effects, rules::Rules};
 use std::time::Duration;
 
@@ -13,24 +13,6 @@ use std::time::Duration;
 const VACATING: Duration = Duration::from_secs(10);
 
 impl Gpus {
-    /// Creates or changes a room: see [`Event::RoomRequested`]. Refuses the room if it cannot be kept
-    /// free.
-    pub fn make_room(
-        &mut self,
-        now: Time,
-        settings: &Settings,
-        fx: &mut Effects,
-        (room, id): (RoomId, GpuId),
-        bytes: u64,
-        until: Time,
-    ) {
-        let made = self.get_mut(id).map(|gpu| gpu.make_room(now, settings, fx, room, bytes, until));
-        if let Err(why) = made.unwrap_or(Err(RoomObstacle::Gone)) {
-            self.end_room(fx, room);
-            fx.command(Command::RoomRefused { room, gpu: id, why });
-        }
-    }
-
     /// Ends a room on all GPUs.
     pub fn end_room(&mut self, fx: &mut Effects, room: RoomId) {
         self.iter_mut().for_each(|(_, gpu)| gpu.end_room(fx, room));
@@ -42,10 +24,9 @@ impl Gpu {
     ///
     /// # Errors
     /// Why the room cannot be kept free.
-    fn make_room(
+    pub fn make_room(
         &mut self,
-        now: Time,
-        settings: &Settings,
+        cx: Context,
         fx: &mut Effects,
         room: RoomId,
         bytes: u64,
@@ -56,15 +37,15 @@ impl Gpu {
         }
         let others = self.others.rooms().filter(|(other, _)| *other != room);
         let rooms = others.fold(0u64, |sum, (_, room)| sum.saturating_add(room.bytes));
-        let overhead = self.overhead_wanted(settings).saturating_sub(self.others.kept());
+        let overhead = self.overhead_wanted(cx.settings).saturating_sub(self.others.kept());
         let beside = overhead.saturating_sub(self.others.taken()).saturating_add(rooms);
         // A room is never refused a size that it was promised before.
         let before = self.others.rooms().find(|(other, _)| *other == room).map_or(0, |(_, room)| room.bytes);
-        let most = self.total.saturating_sub(self.reserve(settings)).saturating_sub(beside).max(before);
+        let most = self.total.saturating_sub(self.reserve(cx.settings)).saturating_sub(beside).max(before);
         if bytes > most {
             return Err(RoomObstacle::TooLarge { most });
         }
-        self.others.keep(now, room, bytes, until);
+        self.others.keep(cx.now, room, bytes, until);
         if self.others.rooms().any(|(other, it)| other == room && it.is_ready) {
             fx.command(Command::RoomReady { room, gpu: self.id });
         }

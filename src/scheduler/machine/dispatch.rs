@@ -69,17 +69,17 @@ impl Machine {
             Event::Tick => {}
 
             // Sleep.
-            Event::SleepWanted { client, paused } => self.change_sleep(client, |it| it.want(client, paused)),
-            Event::FoundAsleep { client } => self.change_sleep(client, |it| it.found(client)),
+            Event::SleepWanted { client, paused } => self.change_known(client, |it| it.want(client, paused)),
+            Event::FoundAsleep { client } => self.change_known(client, |it| it.found(client)),
             Event::SleepReady { client } => self.change_sleep(client, |it| it.ready(client)),
             Event::SleepRefused { client, why } => self.change_sleep(client, |it| it.refused(client, why)),
             Event::WakeRequested { client } => self.change_sleep(client, |it| it.wake(client, false)),
             Event::Resumed { client } => self.change_sleep(client, |it| it.wake(client, true)),
             Event::Checkpointed { client, outcome } => self.change_sleep(client, |it| it.checkpointed(client, outcome)),
-            Event::ForeignCheckpoint { client, state } => self.change_sleep(client, |it| it.foreign(client, state)),
-            Event::RestoreRequested { client } => self.change_sleep(client, |it| it.restore_requested(client)),
+            Event::ForeignCheckpoint { client, state } => self.change_known(client, |it| it.foreign(client, state)),
+            Event::RestoreRequested { client } => self.change_known(client, |it| it.restore_requested(client)),
             Event::Migrate { client, from, to } => {
-                self.change_sleep(client, |it| it.migrate(client, Move { from, to }))
+                self.change_known(client, |it| it.migrate(client, Move { from, to }))
             }
         }
     }

@@ -94,7 +94,7 @@ impl Machine {
         self.dispatch(event);
         while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
-                Wake::Gpu(gpu) => self.sharing().touch(gpu),
+                Wake::Gpu(gpu) => self.effects.touch(gpu),
                 Wake::Client(client) => self.sharing().check(client),
                 Wake::Entity(entity) => self.with_requests(|requests| {
                     requests.requeue(entity);
@@ -323,7 +323,7 @@ impl Machine {
         }
         self.sleep.detached(client, id);
         self.follow(client, vec![Task::Limit, Task::AnswerMove]);
-        self.sharing().touch(id);
+        self.effects.touch(id);
         if self.sleep.is_drained(client) {
             self.follow(client, vec![Task::Drain]);
         }
@@ -399,6 +399,13 @@ impl Machine {
         self.follow(client, tasks);
     }
 
+    /// Like `change_sleep`, but ignores an unknown client.
+    fn change_known(&mut self, client: ClientId, change: impl FnOnce(&mut Presence) -> Vec<Task>) {
+        if self.clients.contains_key(&client) {
+            self.change_sleep(client, change);
+        }
+    }
+
     /// Puts the longest-idle client to sleep, if its idle time suffices and other clients lack room.
     /// Returns when the next client's idle time suffices.
     fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
@@ -429,7 +436,7 @@ impl Machine {
         gpu.drained = drained;
         let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
         clients.into_iter().for_each(|client| self.follow(client, vec![Task::Drain]));
-        self.sharing().touch(id);
+        self.effects.touch(id);
     }
 
     /// Moves the attachment of a sleeping client from one GPU to another, together with its limit
@@ -559,10 +566,14 @@ impl Machine {
         self.sharing().gpu_found(id, total, suspended);
     }
 
-    /// Keeps memory of a GPU free for programs that are not clients.
+    /// Keeps memory of a GPU free for programs that are not clients. Refuses the room if it cannot be
+    /// kept free.
     fn make_room(&mut self, room: RoomId, gpu: GpuId, bytes: u64, until: Time) {
-        let (settings, until) = (&self.settings, until.min(MAX_TIME));
-        self.gpus.make_room(self.now, settings, &mut self.effects, (room, gpu), bytes, until);
+        let made = self.with_gpu(gpu, |it, cx, fx| it.make_room(cx, fx, room, bytes, until.min(MAX_TIME)));
+        if let Err(why) = made.unwrap_or(Err(RoomObstacle::Gone)) {
+            self.gpus.end_room(&mut self.effects, room);
+            self.effects.command(Command::RoomRefused { room, gpu, why });
+        }
     }
 
     fn suspend(&mut self, suspended: bool) {

@@ -6,7 +6,6 @@ use crate::{
     explain::Explanation,
     gpu::{Access, Gpu, others::Room},
     queue::Blocked,
-    timers::Wake,
     view::{Activity, AttachmentView, ClientView, GpuView, HolderView, NO_TURN, RoomView, Turns, WaiterView},
 };
 use std::{collections::BTreeMap, time::Duration};
@@ -97,7 +96,6 @@ impl Machine {
             committed: self.quota.committed(id),
             holders: holders.collect(),
             waiters,
-            next: self.effects.wakes_at(Wake::Gpu(id)),
             link: gpu.rates.link(),
             kept: gpu.others.kept(),
             rooms: gpu

@@ -205,7 +205,7 @@ impl Model<'_> {
     /// wants other GPUs. The wait may be long, and a queued request would block the other GPUs for
     /// all clients.
     pub fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
-        let Some(request) = self.queues.request(entity).filter(|_| self.shares().have_classes()) else { return false };
+        let Some(request) = self.queues.request(entity).filter(|_| self.rules.have_classes()) else { return false };
         if self.access(id) == Access::Gone {
             return false;
         }

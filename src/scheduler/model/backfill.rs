@@ -66,7 +66,7 @@ impl Model<'_> {
     pub fn backfill(&self, id: GpuId, first: Entity) -> Option<(ClientId, Time)> {
         // Backfilling does not consider the classes of requests, so it is off if rules create
         // classes.
-        if !self.wants_others(id, first) || self.shares().have_classes() || self.access(id) != Access::Turns {
+        if !self.wants_others(id, first) || self.rules.have_classes() || self.access(id) != Access::Turns {
             return None;
         }
         let until = self.others_open_at(id, first).unwrap_or_else(|| self.now.saturating_add(SLOT));

@@ -45,7 +45,7 @@ impl<'a> Model<'a> {
     /// ignores this time, or if no rule divides the GPU's time, because then there is only one
     /// owner.
     pub fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
-        if self.policy().tenants_take_turns() || !self.shares().have_classes() {
+        if self.policy().tenants_take_turns() || !self.rules.have_classes() {
             return Time::ZERO;
         }
         let Some(owner) = self.shares().owner(client) else { return self.now };
@@ -57,7 +57,7 @@ impl<'a> Model<'a> {
     /// alone; empty otherwise. The finish tags of these owners are kept even after they have
     /// passed, because all requests of an owner have the owner's tag as their key.
     pub fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
-        let is_by_rank = !self.policy().tenants_take_turns() && self.shares().have_classes();
+        let is_by_rank = !self.policy().tenants_take_turns() && self.rules.have_classes();
         is_by_rank.then(|| self.queues.owners_waiting(id)).into_iter().flatten().collect()
     }
 
@@ -103,7 +103,7 @@ impl<'a> Model<'a> {
     /// How much longer a holder can run until its owner has used more than another waiting owner.
     /// `None`: no other owner waits, or the policy relies on the length of turns alone.
     pub fn other_owner_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
-        if self.policy().tenants_take_turns() || !self.shares().have_classes() {
+        if self.policy().tenants_take_turns() || !self.rules.have_classes() {
             return None;
         }
         let owner = self.shares().owner(client)?;
@@ -120,7 +120,8 @@ impl<'a> Model<'a> {
     pub fn queue_key(&self, client: ClientId, wants: &GpuSet, before: QueueKey) -> QueueKey {
         let class = self.shares().class(client, wants);
         let owner = self.shares().owner(client);
-        let tags = |id: &GpuId| [owner.and_then(|owner| self.shares().tag_of(owner, *id)), self.own_tag(client, *id)];
+        let tags =
+            |id: &GpuId| [owner.and_then(|owner| self.fairness.finish_tag(owner, *id)), self.own_tag(client, *id)];
         let served = wants.iter().flat_map(tags).flatten().max().unwrap_or_default();
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
@@ -131,7 +132,7 @@ impl<'a> Model<'a> {
     /// behind all clients without a tag of their own.
     pub fn own_tag(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let own = self.shares().owners(client).find(|owner| *owner == ShareOwner::Client(client))?;
-        let tag = self.shares().tag_of(own, id)?;
+        let tag = self.fairness.finish_tag(own, id)?;
         (self.policy().tenants_take_turns() || tag > self.now).then_some(tag)
     }
 
@@ -177,7 +178,7 @@ impl<'a> Model<'a> {
         if is_same_owner && self.other_owner_after(holder, id, hold) == Some(Duration::ZERO) {
             return None;
         }
-        let tag = |owner: ShareOwner| self.shares().tag_of(owner, id);
+        let tag = |owner: ShareOwner| self.fairness.finish_tag(owner, id);
         let arrives = self.policy().rank(self.settings, self.now, &waiter);
         let arrival = match is_same_owner {
             true => arrives,

@@ -5,7 +5,7 @@ use super::Model;
 use crate::{
     api::*,
     gpu::{Access, Hold, ReservationNeeds, TurnStep},
-    policy::{Precedence, SHORTEST_GRACE, Waiter, utilization::MEASURED},
+    policy::{self, Precedence, SHORTEST_GRACE, Waiter, utilization::MEASURED},
     queue::{Entity, Gang},
 };
 use std::time::Duration;
@@ -38,14 +38,6 @@ pub(crate) struct Holders {
     waiters: u32,
     /// The grace period that is sent to holders.
     grace: Duration,
-}
-
-/// The state of one holder's turn.
-struct TurnState {
-    /// The holder keeps a waiting client from running.
-    wanted: bool,
-    /// Bytes that the holder must evict after its turn.
-    leaves: u64,
 }
 
 /// Why holders of a GPU should release it.
@@ -131,34 +123,12 @@ impl Model<'_> {
             first: first.map(|hold| hold.entity),
             awaited: self.queues.behind(id).next().is_some() || self.lacks_contexts(id),
             waiters: self.queues.queue_length(id).max(1),
-            grace: self.policy().grace(self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
+            grace: policy::grace(self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
         }
     }
 
-    /// The state of a holder's turn. Deducts the holder's part from the `short` bytes that holders
-    /// have to free. `None`: the holder was already revoked.
-    fn turn_state(
-        &self,
-        client: ClientId,
-        id: GpuId,
-        pressure: &Pressure,
-        all: &Holders,
-        short: &mut u64,
-    ) -> Option<TurnState> {
-        let (hold, account) = (self.gpus.hold(client, id)?, self.gpus.account(client, id)?);
-        let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
-        let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
-        let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
-        let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
-        let leaves = if gives { evictable.min(*short) } else { 0 };
-        *short -= leaves;
-        // The allowance may exceed the mapped memory, and only mapped memory is evicted.
-        let leaves = leaves.min(account.report.mapped);
-        hold.revoked.is_none().then_some(TurnState { wanted, leaves })
-    }
-
-    /// The next step of a holder's turn. `short`: bytes that this and the following holders have to
-    /// free. `None`: the holder was already revoked.
+    /// The next step of a holder's turn. Deducts the holder's part from the `short` bytes that this
+    /// and the following holders have to free. `None`: the holder was already revoked.
     pub fn turn_step(
         &self,
         client: ClientId,
@@ -167,8 +137,22 @@ impl Model<'_> {
         all: &Holders,
         short: &mut u64,
     ) -> Option<TurnStep> {
-        let TurnState { wanted, leaves } = self.turn_state(client, id, pressure, all, short)?;
-        let mut hold = self.gpus.hold(client, id)?.clone();
+        let (hold, account) = (self.gpus.hold(client, id)?, self.gpus.account(client, id)?);
+        let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
+        let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
+        let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
+        // Bytes that the holder must evict after its turn. Other holders free the rest, even if this
+        // holder was already revoked.
+        let leaves = if gives { evictable.min(*short) } else { 0 };
+        *short -= leaves;
+        if hold.revoked.is_some() {
+            return None;
+        }
+        // The allowance may exceed the mapped memory, and only mapped memory is evicted.
+        let leaves = leaves.min(account.report.mapped);
+        // Whether the holder keeps a waiting client from running.
+        let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
+        let mut hold = hold.clone();
         if let Some((first, waiter)) = pressure.first.zip(pressure.waiter) {
             hold.expect_exchange(first, waiter.arrives);
         }
@@ -270,15 +254,11 @@ impl Model<'_> {
         if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {
             return MEASURED.min(self.settings.time_quantum);
         }
-        let most = match self.settings.max_wait {
-            Duration::ZERO => Duration::MAX,
-            most => most / self.queues.queue_length(id).max(1),
-        };
         self.queues
             .gangs()
             .hand_over(gang)
             .saturating_mul(HAND_OVERS_PER_TURN)
             .min(self.settings.time_quantum)
-            .min(most)
+            .min(self.settings.turn_within_max_wait(self.queues.queue_length(id)))
     }
 }

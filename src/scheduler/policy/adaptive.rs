@@ -99,14 +99,6 @@ impl Policy for Adaptive {
         false
     }
 
-    fn grace(&self, settings: &Settings, moving: Duration) -> Duration {
-        Fcfs.grace(settings, moving)
-    }
-
-    fn expected_idle(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration {
-        before.map_or(idle, |before| settings.time_quantum.saturating_mul(before))
-    }
-
     fn evicts_by_queue(&self) -> bool {
         true
     }
@@ -114,9 +106,5 @@ impl Policy for Adaptive {
 
 /// The length of a turn if all waiting clients took turns.
 fn turn_of_all(settings: &Settings, waiter: &Waiter) -> Duration {
-    let share = match settings.max_wait {
-        Duration::ZERO => Duration::MAX,
-        most => most / waiter.waiters.max(1),
-    };
-    settings.time_quantum.min(share).max(waiter.shortest_turn())
+    settings.time_quantum.min(settings.turn_within_max_wait(waiter.waiters)).max(waiter.shortest_turn())
 }

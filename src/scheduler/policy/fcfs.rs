@@ -23,11 +23,8 @@
 //! four. Short bursts precede long ones, and clients with equal bursts keep their order. Ageing is
 //! built in: a client never precedes a client that arrived more than a time quantum before it. The
 //! time to move memory counts, so a client whose memory is on the GPU is served first.
-//!
-//! **Grace**, the longest time for which a holder may keep the lock while idle, is the cost of a
-//! move (ski rental). A client that can predict its own pauses releases the lock sooner.
 
-use super::{Holder, Policy, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
+use super::{Holder, Policy, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
     policy::Precedence,
@@ -67,11 +64,7 @@ impl Policy for Fcfs {
             let rest = if are_first { FIRST_TURN.saturating_sub(holder.burst) } else { Duration::ZERO };
             a_little_more(first.burst).max(rest).max(SHORTEST_TURN).min(settings.time_quantum)
         };
-        let share = match settings.max_wait {
-            Duration::ZERO => Duration::MAX,
-            most => most / first.waiters.max(1),
-        };
-        quantum.min(share).max(first.shortest_turn())
+        quantum.min(settings.turn_within_max_wait(first.waiters)).max(first.shortest_turn())
     }
 
     fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time {
@@ -93,14 +86,6 @@ impl Policy for Fcfs {
 
     fn tenants_take_turns(&self) -> bool {
         true
-    }
-
-    fn grace(&self, settings: &Settings, moving: Duration) -> Duration {
-        moving.min(settings.time_quantum).max(SHORTEST_GRACE)
-    }
-
-    fn expected_idle(&self, _: &Settings, idle: Duration, _: Option<u32>) -> Duration {
-        idle
     }
 
     fn evicts_by_queue(&self) -> bool {

@@ -1,6 +1,6 @@
-//! Policies decide the length of a turn, the time for which a contended holder may stay idle, the
-//! order of one owner's requests, and the order of eviction. The decisions of the trait [`Policy`]
-//! depend on [`Waiter`] and [`Holder`].
+//! Policies decide the length of a turn, the order of one owner's requests, and the order of
+//! eviction. The decisions of the trait [`Policy`] depend on [`Waiter`] and [`Holder`]. The time for
+//! which a contended holder may stay idle is the same under every policy ([`grace`]).
 //!
 //! - `fcfs`: first come, first served, modified by the anti-thrash mode.
 //! - `adaptive`: least attained service: clients that have used the least GPU time run first.
@@ -157,15 +157,17 @@ pub(crate) trait Policy: Debug + Sync {
     /// Whether tenants take turns regardless of their number of clients. If not, all clients
     /// without a share are one owner.
     fn tenants_take_turns(&self) -> bool;
-    /// How long a contended holder may be idle before it releases the lock. `moving` is the time
-    /// for which the hand-over moves memory.
-    fn grace(&self, settings: &Settings, moving: Duration) -> Duration;
-    /// How long a client is expected to stay idle after being idle for `idle`. `before` is the
-    /// number of requests ahead of the client's own request (`None`: the client is not waiting).
-    /// Memory of the client with the longest expected idle time is evicted first.
-    fn expected_idle(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration;
-    /// Whether [`Self::expected_idle`] depends on the position in the queue.
+    /// Whether the order of eviction depends on the queue: memory of the client with the longest
+    /// expected idle time is evicted first. If not, memory of the least recently run client is
+    /// evicted first.
     fn evicts_by_queue(&self) -> bool;
+}
+
+/// How long a contended holder may be idle before it releases the lock, under every policy. This is
+/// the cost of a move (ski rental): `moving` is the time for which the hand-over moves memory. A client
+/// that can predict its own pauses releases the lock sooner.
+pub(crate) fn grace(settings: &Settings, moving: Duration) -> Duration {
+    moving.min(settings.time_quantum).max(SHORTEST_GRACE)
 }
 
 pub(crate) fn named(name: PolicyName) -> &'static dyn Policy {

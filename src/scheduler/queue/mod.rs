@@ -277,14 +277,6 @@ impl Queues {
         &mut self.gangs
     }
 
-    pub fn join_gang(&mut self, client: ClientId, gang: Gang) {
-        self.gangs.join(client, gang);
-    }
-
-    pub fn leave_gang(&mut self, client: ClientId) {
-        self.gangs.leave(client);
-    }
-
     /// The entity that a client belongs to: its gang, or the client alone if its gang has no other
     /// member.
     pub fn entity(&self, client: ClientId) -> Entity {

@@ -304,16 +304,12 @@ impl Quota {
                 let env_bound = self.env_bound(cx, client, id);
                 let capacity = capacity.max(self.reach_beyond(cx, client, id));
                 quotas.push(ClientQuota {
-                    client,
-                    floor,
                     base: limit.demand(),
-                    granted: 0,
                     most: env_bound.map_or(capacity, |max| max.min(capacity)),
                     slack: if self.asleep.contains(&client) { 0 } else { u64::MAX },
-                    cap: u64::MAX,
                     unresponsive,
                     exact: env_bound.is_some(),
-                    bound: None,
+                    ..ClientQuota::fixed(client, floor)
                 });
             }
             for (client, coming) in &gpu.coming {

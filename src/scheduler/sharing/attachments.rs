@@ -18,14 +18,14 @@ impl Sharing<'_> {
         self.quota.gpu_found(id);
         self.queues.gpu_found(id);
         self.fairness.gpu_found(id);
-        self.touch(id);
+        self.effects.touch(id);
     }
 
     pub fn gpu_gone(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(id) else { return };
         gpu.access = Access::Gone;
         gpu.end_rooms(self.effects);
-        self.touch(id);
+        self.effects.touch(id);
         self.forget_if_gone(id);
     }
 
@@ -56,7 +56,7 @@ impl Sharing<'_> {
         }
         self.gpus.attach(self.now, client, id, state.tenant, engine);
         self.quota.attach(client, id);
-        self.touch(id);
+        self.effects.touch(id);
         true
     }
 
@@ -105,7 +105,7 @@ impl Sharing<'_> {
         self.with_gpu(from, |gpu, _, fx| gpu.schedule_verification(fx));
         for id in [from, to] {
             self.measure(id);
-            self.touch(id);
+            self.effects.touch(id);
         }
         self.forget_if_gone(from);
     }

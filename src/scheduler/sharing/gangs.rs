@@ -9,7 +9,7 @@ use crate::{
 impl Sharing<'_> {
     pub fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
         let Some(gang) = gang else { return };
-        self.queues.join_gang(client, gang);
+        self.queues.gangs_mut().join(client, gang);
         self.members_changed(gang);
         self.requests().touch_conflicting_gangs(Entity::Gang(gang));
     }
@@ -17,7 +17,7 @@ impl Sharing<'_> {
     pub fn leave_gang(&mut self, client: ClientId) {
         let Some(gang) = self.queues.gang(client) else { return };
         self.requests().touch_conflicting_gangs(Entity::Gang(gang));
-        self.queues.leave_gang(client);
+        self.queues.gangs_mut().leave(client);
         self.members_changed(gang);
     }
 

@@ -51,7 +51,7 @@ impl Sharing<'_> {
         self.with_gpu(id, |gpu, cx, _| gpu.returning_measured(cx.settings, begun, free));
         let available = free.map(|free| free.saturating_add(evicted));
         self.explain_failures(id, begun, available, found);
-        self.touch(id);
+        self.effects.touch(id);
     }
 
     /// Asks a client whose memory is unchanged to allocate host memory for it. At the first eviction

@@ -20,7 +20,7 @@ use crate::{
     client::Clients,
     effects::Effects,
     fairness::Fairness,
-    gpu::{self, EndedHold, FAILURE_TIMEOUT, Gpu, Gpus, Hold, Measurement, ReservationNeeds, capacity::GpuCapacities},
+    gpu::{self, FAILURE_TIMEOUT, Gpu, Gpus, Hold, Measurement, ReservationNeeds, capacity::GpuCapacities},
     model::{Model, Pressure},
     placement::Placements,
     queue::{Blocked, Entity, Queues},
@@ -70,13 +70,6 @@ impl Sharing<'_> {
     fn requests(&mut self) -> Requests<'_> {
         let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects } = self;
         Requests { queues, effects, now: *now, settings, rules, clients, gpus, sleep, quota, fairness, places }
-    }
-
-    /// Marks a GPU to be settled.
-    pub fn touch(&mut self, gpu: GpuId) {
-        if self.gpus.contains(gpu) {
-            self.effects.touch(gpu);
-        }
     }
 
     /// Requests a measurement of a GPU if none is pending.
@@ -459,7 +452,7 @@ impl Sharing<'_> {
     /// work.
     pub fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let ended = self.with_gpu(id, |gpu, cx, fx| gpu.end_hold(cx, fx, client, busy, idle)).flatten();
-        let Some(EndedHold { hold, waited }) = ended else { return };
+        let Some((hold, waited)) = ended else { return };
         if let Some(owner) = self.model().shares().bounded_owner(client).filter(|_| !hold.is_bypassed()) {
             self.fairness.record_usage(owner, id, hold.since, self.now, self.settings.time_period);
         }

@@ -10,7 +10,7 @@
 //! that is being restored, so no such event arrives between `Command::RestoreAllowed` and the end of the
 //! restore.
 
-use super::{Entry, Sleep, Stage, Step};
+use super::{Sleep, Stage, Step};
 use crate::api::*;
 
 /// The stages of a client whose process another program has locked or checkpointed.
@@ -46,7 +46,7 @@ impl Sleep {
         if is_new && state == ForeignState::Runs {
             return Step::Nothing;
         }
-        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        let entry = self.clients.entry(client).or_default();
         let stage = match state {
             ForeignState::Runs => {
                 entry.runs();

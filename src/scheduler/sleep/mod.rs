@@ -56,8 +56,9 @@ const ROOM: Duration = Duration::from_secs(5);
 /// failure.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 enum Stage {
+    #[default]
     Awake,
     Preparing,
     Checkpointing,
@@ -99,7 +100,7 @@ pub(crate) enum Step {
 }
 
 /// A client that is not awake, should sleep, or failed to sleep.
-#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct Entry {
     state: Stage,
     /// The client should sleep.
@@ -147,27 +148,6 @@ struct Moving {
 }
 
 impl Entry {
-    fn new() -> Self {
-        Self {
-            state: Stage::Awake,
-            is_wanted: false,
-            is_paused: false,
-            is_drained: false,
-            missed: GpuSet::new(),
-            moving: None,
-            homes: BTreeMap::new(),
-            answer: None,
-            owes_answer: false,
-            obstacle: None,
-            tried: None,
-            waking_for: None,
-            woken: None,
-            backoff: Duration::ZERO,
-            unknown: Duration::ZERO,
-            due: None,
-        }
-    }
-
     fn retry(&mut self, now: Time) {
         self.backoff = (self.backoff * 2).clamp(AGAIN.0, AGAIN.1);
         self.due = Some(now + self.backoff);
@@ -327,7 +307,7 @@ impl Sleep {
 
     /// Requests that the client sleep. `paused`: the client sleeps until it is resumed.
     pub fn want(&mut self, client: ClientId, paused: bool) {
-        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        let entry = self.clients.entry(client).or_default();
         entry.is_wanted = true;
         entry.is_paused |= paused;
         entry.waking_for = None;
@@ -347,7 +327,7 @@ impl Sleep {
         if !is_drained && !self.is_drained(client) {
             return Step::Nothing;
         }
-        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        let entry = self.clients.entry(client).or_default();
         entry.is_drained = is_drained;
         entry.missed.clear();
         match entry.state {
@@ -368,7 +348,7 @@ impl Sleep {
     /// Requests a move of a client that has attached `to.from`. Returns why the client cannot be
     /// moved.
     pub fn want_move(&mut self, client: ClientId, to: Move) -> Option<MoveObstacle> {
-        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        let entry = self.clients.entry(client).or_default();
         match entry.state {
             _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
             Stage::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
@@ -495,7 +475,7 @@ impl Sleep {
 
     /// Handles the connection of a client that an earlier scheduler told to sleep.
     pub fn found(&mut self, client: ClientId) -> Step {
-        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        let entry = self.clients.entry(client).or_default();
         if entry.state != Stage::Awake {
             return Step::Nothing;
         }

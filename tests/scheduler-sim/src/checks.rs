@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 impl World {
     pub(crate) fn check_command(&self, command: &Command) {
-        let Some(to) = addressee(command) else { return };
+        let Some(to) = command.client() else { return };
         assert!(self.connected.contains(&to), "{command:?} to a client that is gone");
         match command {
             Command::Grant { client, .. } => {

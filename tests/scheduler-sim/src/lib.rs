@@ -14,7 +14,6 @@ mod world;
 
 pub use client::Model;
 pub use decisions::Decisions;
-pub use nvshare_simulated_client::addressee;
 pub use plan::{ENDLESS, Lie, Plan};
 pub use sleep::Sleeps;
 pub use trouble::Trouble;

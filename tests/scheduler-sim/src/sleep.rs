@@ -3,7 +3,6 @@
 //! no restore runs out of memory.
 
 use crate::{client::Phase, world::Happening, *};
-use nvshare_simulated_client::{rename, replace};
 use std::collections::VecDeque;
 
 /// The longest time that a library takes to prepare.
@@ -127,7 +126,7 @@ impl World {
             match command {
                 Command::Moved { client, from, to } => {
                     let both = Move { from: *from, to: *to };
-                    let own = before.iter_mut().filter(|before| addressee(before) == Some(*client));
+                    let own = before.iter_mut().filter(|before| before.client() == Some(*client));
                     own.for_each(|command| rename(command, both));
                     self.move_client(*client, both);
                 }
@@ -283,4 +282,31 @@ impl World {
 
 fn sorted(moves: &[Move]) -> BTreeMap<GpuId, GpuId> {
     moves.iter().map(|Move { from, to }| (*from, *to)).collect()
+}
+
+/// Replaces `both.from` with `both.to` in a command to a client that has migrated.
+fn rename(command: &mut Command, both: Move) {
+    match command {
+        Command::Attached { gpu, .. }
+        | Command::Limit { gpu, .. }
+        | Command::Denied { gpu, .. }
+        | Command::Allowance { gpu, .. }
+        | Command::Reserved { gpu, .. }
+        | Command::Prepare { gpu, .. }
+        | Command::EvictionBlocked { gpu, .. }
+        | Command::MappingFailed { gpu, .. } => *gpu = if *gpu == both.from { both.to } else { *gpu },
+        Command::Grant { gpus, .. }
+        | Command::Revoke { gpus, .. }
+        | Command::Contended { gpus, .. }
+        | Command::Waiting { gpus, .. }
+        | Command::Undrainable { gpus, .. } => replace(gpus, both),
+        _ => {}
+    }
+}
+
+/// Replaces `from` with `to` in a set.
+fn replace(gpus: &mut GpuSet, Move { from, to }: Move) {
+    if gpus.remove(&from) {
+        gpus.insert(to);
+    }
 }

@@ -309,7 +309,7 @@ impl World {
             if let Command::Allowance { client, gpu, bytes, .. } = command {
                 self.allowed.insert((client, gpu), bytes);
             }
-            let Some(to) = addressee(&command) else {
+            let Some(to) = command.client() else {
                 self.look(&command);
                 continue;
             };
