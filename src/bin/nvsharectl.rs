@@ -9,7 +9,7 @@ use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
 #[cfg(feature = "cdi")]
 use nvshare::ctl::cdi;
 use nvshare::ctl::lock;
-use nvshare::ctl::settings::{self, Change};
+use nvshare::ctl::settings;
 use nvshare::ctl::status::{self, Style};
 #[cfg(feature = "top")]
 use nvshare::ctl::top;
@@ -31,21 +31,16 @@ fn main() -> ExitCode {
 fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
     let json = arguments.is_json();
     let target = arguments.control.map_or(Target::Anywhere, Target::Control);
-    let changes: Vec<Change> =
-        [arguments.set_tq.map(Change::TimeQuantum), arguments.anti_thrash.map(Change::AntiThrash)]
-            .into_iter()
-            .flatten()
-            .collect();
+    let time_quantum = arguments.set_tq.map(|value| Setting::TimeQuantum { value });
+    let anti_thrash = arguments.anti_thrash.map(|value| Setting::AntiThrash { value });
+    let options: Vec<Setting> = time_quantum.into_iter().chain(anti_thrash).collect();
     let done = match arguments.command {
-        None if !changes.is_empty() => settings::set(&target, &changes),
+        None if !options.is_empty() => settings::set(&target, &options),
         None | Some(Verb::Status(_)) => show(&target, json),
         #[cfg(feature = "top")]
         Some(Verb::Top { iterations }) => top::top(&target, iterations),
         Some(Verb::Get(_)) => print(&settings::get(&target, json)?),
-        Some(Verb::Set(Setting::TimeQuantum { value })) => settings::set(&target, &[Change::TimeQuantum(value)]),
-        Some(Verb::Set(Setting::MaxWait { value })) => settings::set(&target, &[Change::MaxWait(value)]),
-        Some(Verb::Set(Setting::AntiThrash { value })) => settings::set(&target, &[Change::AntiThrash(value)]),
-        Some(Verb::Set(Setting::Policy { value })) => settings::set(&target, &[Change::Policy(value)]),
+        Some(Verb::Set(setting)) => settings::set(&target, &[setting]),
         Some(Verb::SetRule { name, keys }) => rules::set(&target, &name, &keys),
         Some(Verb::UnsetRule { name }) => rules::set(&target, &name, &[]),
         Some(Verb::Reset) => print(&settings::reset(&target)?),

@@ -15,7 +15,6 @@ use super::cdi::{Generate, Install};
 use super::lock::OnLoss;
 use super::preload::Of;
 use super::report::By;
-use super::settings::parse_seconds;
 use super::{adopt, rules};
 use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
 use crate::config::{settings, units};
@@ -38,7 +37,7 @@ pub struct Arguments {
     pub control: Option<PathBuf>,
 
     /// Set the time quantum in seconds, like `set time-quantum`
-    #[arg(short = 'T', long = "set-tq", value_name = "SECONDS", value_parser = parse_seconds, value_hint = ValueHint::Other)]
+    #[arg(short = 'T', long = "set-tq", value_name = "SECONDS", value_parser = units::parse_duration, value_hint = ValueHint::Other)]
     pub set_tq: Option<Duration>,
 
     /// Set anti-thrash, like `set anti-thrash`
@@ -484,13 +483,13 @@ pub enum Preload {
 pub enum Setting {
     /// Time that a program may keep a GPU while others wait: whole seconds, from 1 to 3600
     TimeQuantum {
-        #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
+        #[arg(allow_negative_numbers = true, value_parser = units::parse_duration, value_hint = ValueHint::Other)]
         value: Duration,
     },
     /// Longest wait for a turn, under fcfs only if anti-thrash is auto: whole seconds up to 3600,
     /// or 0 for no limit
     MaxWait {
-        #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
+        #[arg(allow_negative_numbers = true, value_parser = units::parse_duration, value_hint = ValueHint::Other)]
         value: Duration,
     },
     /// Whether programs exclude each other on a GPU
@@ -507,11 +506,11 @@ pub enum Setting {
 }
 
 fn parse_release(text: &str) -> Result<Duration, String> {
-    settings::release(parse_seconds(text)?)
+    settings::release(units::parse_duration(text)?)
 }
 
 fn parse_room(text: &str) -> Result<Duration, String> {
-    settings::room(parse_seconds(text)?)
+    settings::room(units::parse_duration(text)?)
 }
 
 /// Parses a time before now, such as `-10min`.

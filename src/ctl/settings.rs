@@ -5,39 +5,22 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use super::arguments::Setting;
 use super::{CtlError, Target, block_on, password, rules};
 use crate::config::names;
-use crate::config::units;
-use crate::scheduler::{AntiThrash, PolicyName};
 
-/// A setting and its new value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
-    TimeQuantum(Duration),
-    MaxWait(Duration),
-    AntiThrash(AntiThrash),
-    Policy(PolicyName),
-}
-
-/// Applies changes in order.
-pub fn set(target: &Target, changes: &[Change]) -> Result<(), CtlError> {
+/// Changes settings in order.
+pub fn set(target: &Target, settings: &[Setting]) -> Result<(), CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
-        for change in changes {
-            match change {
-                Change::TimeQuantum(quantum) => {
-                    password::set(&scheduler, "TimeQuantum", whole_seconds("time quantum", *quantum)?.into()).await?;
-                }
-                Change::MaxWait(most) => {
-                    password::set(&scheduler, "MaxWait", whole_seconds("longest wait", *most)?.into()).await?;
-                }
-                Change::AntiThrash(mode) => {
-                    password::set(&scheduler, "AntiThrash", names::anti_thrash_name(*mode).into()).await?;
-                }
-                Change::Policy(policy) => {
-                    password::set(&scheduler, "Policy", names::policy_name(*policy).into()).await?;
-                }
-            }
+        for setting in settings {
+            let (property, value) = match *setting {
+                Setting::TimeQuantum { value } => ("TimeQuantum", whole_seconds("time quantum", value)?.into()),
+                Setting::MaxWait { value } => ("MaxWait", whole_seconds("longest wait", value)?.into()),
+                Setting::AntiThrash { value } => ("AntiThrash", names::anti_thrash_name(value).into()),
+                Setting::Policy { value } => ("Policy", names::policy_name(value).into()),
+            };
+            password::set(&scheduler, property, value).await?;
         }
         Ok(())
     })
@@ -95,9 +78,4 @@ pub fn reset(target: &Target) -> Result<String, CtlError> {
             format!("Removed the rules that were set at run time: {}\n", gone.join(", "))
         })
     })
-}
-
-/// Parses whole seconds such as `45`, `45s` or `1min`.
-pub fn parse_seconds(text: &str) -> Result<Duration, String> {
-    units::parse_duration(text)
 }
