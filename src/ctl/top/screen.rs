@@ -49,37 +49,16 @@ impl Popup {
 }
 
 impl Kind {
-    fn letter(self) -> char {
+    /// The letter and the colour in a bar, and the name in its legend.
+    fn look(self, has_contexts: bool) -> (char, Color, &'static str) {
         match self {
-            Self::Holder => '#',
-            Self::Others => '=',
-            Self::Pinned => '!',
-            Self::Contexts => 'c',
-            Self::Outside => 'x',
-            Self::Free => '.',
-        }
-    }
-
-    fn colour(self) -> Color {
-        match self {
-            Self::Holder => Color::Green,
-            Self::Others => Color::Cyan,
-            Self::Pinned => Color::Red,
-            Self::Contexts => Color::Yellow,
-            Self::Outside => Color::Magenta,
-            Self::Free => Color::DarkGray,
-        }
-    }
-
-    fn name(self, has_contexts: bool) -> &'static str {
-        match self {
-            Self::Holder => "holder",
-            Self::Others => "others",
-            Self::Pinned => "pinned",
-            Self::Contexts => "contexts",
-            Self::Outside if has_contexts => "other programs",
-            Self::Outside => "contexts, other programs",
-            Self::Free => "free",
+            Self::Holder => ('#', Color::Green, "holder"),
+            Self::Others => ('=', Color::Cyan, "others"),
+            Self::Pinned => ('!', Color::Red, "pinned"),
+            Self::Contexts => ('c', Color::Yellow, "contexts"),
+            Self::Outside if has_contexts => ('x', Color::Magenta, "other programs"),
+            Self::Outside => ('x', Color::Magenta, "contexts, other programs"),
+            Self::Free => ('.', Color::DarkGray, "free"),
         }
     }
 }
@@ -183,7 +162,8 @@ impl Screen {
     fn bar(&self, panel: &Panel, width: usize) -> Line<'static> {
         let cells = cells(&panel.memory, panel.total, width.saturating_sub(2));
         let part = |(kind, cells): (Kind, usize)| {
-            Span::styled(kind.letter().to_string().repeat(cells), self.paint(kind.colour()))
+            let (letter, colour, _) = kind.look(panel.has_contexts);
+            Span::styled(letter.to_string().repeat(cells), self.paint(colour))
         };
         let parts = cells.into_iter().map(part);
         Line::from([Span::raw("[")].into_iter().chain(parts).chain([Span::raw("]")]).collect::<Vec<_>>())
@@ -194,14 +174,15 @@ impl Screen {
         let mut lines: Vec<Vec<Span<'static>>> = vec![Vec::new()];
         let mut length = 0;
         for (kind, bytes) in panel.memory.iter().filter(|(kind, bytes)| *bytes > 0 || *kind == Kind::Free) {
-            let text = format!("{} {} {}  ", kind.letter(), kind.name(panel.has_contexts), short_size(*bytes));
+            let (letter, colour, name) = kind.look(panel.has_contexts);
+            let text = format!("{letter} {name} {}  ", short_size(*bytes));
             if length > 0 && length + text.trim_end().len() > width {
                 lines.push(Vec::new());
                 length = 0;
             }
             length += text.len();
             if let Some(line) = lines.last_mut() {
-                line.push(Span::styled(text, self.paint(kind.colour())));
+                line.push(Span::styled(text, self.paint(colour)));
             }
         }
         lines.into_iter().map(Line::from).collect()
