@@ -13,7 +13,7 @@ use zbus::proxy::CacheProperties;
 
 use super::progress::Progress;
 use super::room::{FreeRoom, RoomRequest};
-use super::{CtlError, Target, block_on};
+use super::{CtlError, Target, block_on, or_never};
 
 /// The default size in bytes, which a current game needs.
 pub const DEFAULT: u64 = 8 << 30;
@@ -77,7 +77,7 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
                 is_there = next(&mut begins) => is_there,
                 is_there = next(&mut ends) => is_there,
                 is_there = next(&mut daemons) => is_there,
-                () = lost(&mut room) => {
+                () = or_never(room.as_mut().map(FreeRoom::lasts)) => {
                     room = None;
                     true
                 }
@@ -100,11 +100,4 @@ async fn is_game_running(bus: &DBusProxy<'_>, games: &GameModeProxy<'_>) -> bool
 async fn next(stream: &mut (impl Stream + Unpin)) -> bool {
     let mut stream = pin!(stream);
     poll_fn(|cx| Pin::as_mut(&mut stream).poll_next(cx)).await.is_some()
-}
-
-async fn lost(room: &mut Option<FreeRoom>) {
-    match room {
-        Some(room) => room.lasts().await,
-        None => std::future::pending().await,
-    }
 }

@@ -78,3 +78,11 @@ pub fn block_on<T>(work: impl Future<Output = Result<T, CtlError>>) -> Result<T,
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     runtime.map_err(|e| CtlError::Failed(format!("cannot start: {e}")))?.block_on(work)
 }
+
+/// Awaits optional work. Never returns if there is none, so that a `select!` waits for its other branches.
+async fn or_never<T>(work: Option<impl Future<Output = T>>) -> T {
+    match work {
+        Some(work) => work.await,
+        None => std::future::pending().await,
+    }
+}

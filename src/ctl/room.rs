@@ -17,7 +17,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep, sle
 use zbus::Variant;
 
 use super::progress::Progress;
-use super::{CtlError, Target, block_on, password};
+use super::{CtlError, Target, block_on, or_never, password};
 use crate::bus::RoomFd;
 use crate::config::settings::DEFAULT_ROOM;
 use crate::config::units;
@@ -55,25 +55,25 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
         }
         loop {
             select! {
-                status = command.ends() => return Ok(exit_code(status)),
-                () = at(ends) => match command.is_some() {
+                status = ended(&mut command) => return Ok(exit_code(status)),
+                () = or_never(ends.map(sleep_until)) => match command.is_some() {
                     // The scheduler ends the room by itself. The command keeps running.
-                    true => return Ok(exit_code(command.ends().await)),
+                    true => return Ok(exit_code(ended(&mut command).await)),
                     false => return Ok(0),
                 },
                 () = room.lasts() => {}
             }
             // The scheduler ended the room because its time is over.
             if ends.is_some_and(|ends| ends <= Instant::now() + RETRY) {
-                at(ends).await;
+                or_never(ends.map(sleep_until)).await;
                 continue;
             }
             eprintln!("nvsharectl: lost the room, because the scheduler ended or the GPU is gone. Requesting it again");
             let again = RoomRequest { lasts: ends.map(|ends| ends - Instant::now()).map(whole), ..request.clone() };
             room = select! {
                 room = FreeRoom::make_again(target, &again) => room,
-                status = command.ends() => return Ok(exit_code(status)),
-                () = at(ends) => continue,
+                status = ended(&mut command) => return Ok(exit_code(status)),
+                () = or_never(ends.map(sleep_until)) => continue,
             };
             eprintln!("nvsharectl: {} are free again", units::size(request.bytes));
         }
@@ -83,13 +83,6 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
 /// Rounds down to whole seconds, but to at least one second.
 fn whole(time: Duration) -> Duration {
     Duration::from_secs(time.as_secs().max(1))
-}
-
-async fn at(time: Option<Instant>) {
-    match time {
-        Some(time) => sleep_until(time).await,
-        None => std::future::pending().await,
-    }
 }
 
 /// Memory that is kept free until this value is dropped, or the scheduler ends the room.
@@ -143,15 +136,10 @@ impl FreeRoom {
         let Self { socket, renewals } = self;
         let mut buffer = [0; 16];
         loop {
-            let renewal = async {
-                match renewals {
-                    Some(renewals) => drop(renewals.tick().await),
-                    None => std::future::pending().await,
-                }
-            };
+            let renewal = or_never(renewals.as_mut().map(Interval::tick));
             select! {
                 // The socket's buffer never fills, because the scheduler reads each renewal.
-                () = renewal => drop(socket.try_write(b"r")),
+                _ = renewal => drop(socket.try_write(b"r")),
                 readable = socket.readable() => match readable.and_then(|()| socket.try_read(&mut buffer)) {
                     Ok(1..) => {}
                     Err(e) if e.kind() == ErrorKind::WouldBlock => {}
@@ -183,19 +171,9 @@ impl Running {
     }
 }
 
-/// An optional command.
-trait Ends {
-    /// Waits until the command ends. Never returns if there is no command.
-    async fn ends(&mut self) -> Option<ExitStatus>;
-}
-
-impl Ends for Option<Running> {
-    async fn ends(&mut self) -> Option<ExitStatus> {
-        match self {
-            Some(running) => running.child.wait().await.ok(),
-            None => std::future::pending().await,
-        }
-    }
+/// Waits until the command ends. Never returns without a command.
+async fn ended(command: &mut Option<Running>) -> Option<ExitStatus> {
+    or_never(command.as_mut().map(|running| running.child.wait())).await.ok()
 }
 
 fn exit_code(status: Option<ExitStatus>) -> u8 {
