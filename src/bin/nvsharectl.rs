@@ -8,14 +8,12 @@ use nvshare::ctl::arguments::Cdi;
 use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
 #[cfg(feature = "cdi")]
 use nvshare::ctl::cdi;
-use nvshare::ctl::lock;
-use nvshare::ctl::settings;
 use nvshare::ctl::status::{self, Style};
 #[cfg(feature = "top")]
 use nvshare::ctl::top;
 use nvshare::ctl::{
-    CtlError, Target, adopt, debug, driver, games, hibernate, moves, pause, place, preload, pressure, replay, report,
-    room, rules, run, simulate, timeline, why,
+    CtlError, Target, adopt, debug, driver, games, hibernate, lock, moves, pause, place, preload, pressure, replay,
+    report, room, rules, run, settings, simulate, timeline, why,
 };
 
 fn main() -> ExitCode {

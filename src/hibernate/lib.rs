@@ -126,7 +126,8 @@ pub fn encode(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
 
-/// Decodes a [`Request`] or a [`Reply`]. Returns `None` if the packet is none of this version.
+/// Decodes a [`Request`] or a [`Reply`]. Returns `None` if the packet is something else, or
+/// comes from another version.
 pub fn decode<T: DeserializeOwned>(packet: &[u8]) -> Option<T> {
     serde_json::from_slice(packet).ok()
 }

@@ -21,7 +21,7 @@ const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 /// A violation of the protocol. The client is then disconnected. Other clients are not affected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    #[error("{0}")]
+    #[error(transparent)]
     Wire(#[from] WireError),
     #[error("the first message is not Hello")]
     NotHello,

@@ -47,8 +47,8 @@ fn scaled(time: Duration, by: u128, of: u128) -> Duration {
 pub(super) struct FinishTags {
     #[serde(with = "crate::encoding::pairs")]
     of: BTreeMap<ShareOwner, Time>,
-    /// The same tags, the earliest first: at the end of a hold, only past tags are looked at. A walk over
-    /// the tags of 1,000 owners would take 3 µs.
+    /// The same tags, the earliest first. So the end of a hold finds the past tags without a walk over
+    /// the tags of all owners.
     order: BTreeSet<(Time, ShareOwner)>,
 }
 
