@@ -244,7 +244,7 @@ impl<'a> Model<'a> {
                 Obstacle::Away(members.filter(|member| self.is_absent(*member)).collect())
             }
             Blocked::Undrained => Obstacle::OwnHold,
-            Blocked::Pinned(full) if self.is_crowded_out(full, &self.queues.members(entity, full)) => {
+            Blocked::Pinned(full) if self.is_crowded_out(full, self.queues.wanting(entity, full)) => {
                 Obstacle::Room(full, self.gpus.get(full).map_or(0, |gpu| gpu.others.kept()))
             }
             Blocked::Pinned(full) => {

@@ -181,17 +181,16 @@ impl Requests<'_> {
         if let Some(why) = self.model().stays_out(entity) {
             return Some(Work::Block(entity, why));
         }
-        let key = self.model().current_key(entity);
-        let request = self.queues.request_mut(entity)?;
-        if request.blocked.take().is_some() {
-            request.key = key.unwrap_or(request.key);
-        }
-        // Holders of other GPUs are not revoked for a request that has to wait on this GPU.
-        let ids = request.gpus();
-        if let Some(id) = ids.into_iter().find(|id| self.model().waits_behind(entity, *id)) {
-            return Some(Work::Block(entity, Blocked::Behind(id)));
+        if self.queues.request(entity)?.blocked.is_some() {
+            let key = self.model().current_key(entity);
+            let request = self.queues.request_mut(entity)?;
+            (request.key, request.blocked) = (key.unwrap_or(request.key), None);
         }
         let request = self.queues.request(entity)?;
+        // Holders of other GPUs are not revoked for a request that has to wait on this GPU.
+        if let Some(id) = request.gpus().find(|id| self.model().waits_behind(entity, *id)) {
+            return Some(Work::Block(entity, Blocked::Behind(id)));
+        }
         let changes = self.model().position_changes_at(entity).into_iter().chain(self.model().turn_passes_at(entity));
         let at = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
         let (owner, by_rank) = (self.model().owner_of(entity), self.model().is_by_rank(entity));
@@ -311,7 +310,7 @@ impl Requests<'_> {
     /// is split instead.
     pub fn does_not_fit(&mut self, entity: Entity, id: GpuId) {
         let members = self.queues.members(entity, id);
-        if members.len() > 1 && !self.model().is_crowded_out(id, &members) {
+        if members.len() > 1 && !self.model().is_crowded_out(id, members) {
             self.split(entity, self.queues.clients_of(entity).collect());
         } else {
             self.block(entity, Blocked::Pinned(id));
@@ -429,8 +428,8 @@ impl Requests<'_> {
         let opens = first.map(|first| (first, self.model().opens_at(id, first)));
         let Some(before) = self.queues.note_opening(id, opens) else { return };
         for entity in [before, first].into_iter().flatten() {
-            let gpus = self.queues.request(entity).map(|request| request.gpus()).unwrap_or_default();
-            self.effects.touch_all(gpus.into_iter().filter(|gpu| *gpu != id));
+            let gpus = self.queues.request(entity).into_iter().flat_map(Request::gpus);
+            self.effects.touch_all(gpus.filter(|gpu| *gpu != id));
         }
     }
 
@@ -466,8 +465,7 @@ impl Requests<'_> {
     /// changed.
     pub fn requeue_and_touch(&mut self, entity: Entity) {
         self.requeue(entity);
-        let gpus = self.queues.request(entity).map(|request| request.gpus());
-        self.effects.touch_all(gpus.into_iter().flatten());
+        self.effects.touch_all(self.queues.request(entity).into_iter().flat_map(Request::gpus));
     }
 
     /// Marks the GPUs of a gang whose holds or requests changed, and the GPUs of conflicting gangs.

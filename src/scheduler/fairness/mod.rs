@@ -168,10 +168,13 @@ impl<'a> Shares<'a> {
     /// The owners that are charged for a client's turns: its group or tenant, and also the client
     /// itself if its environment sets a lower weight. The client is queued by the later finish tag.
     pub fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> + use<> {
-        let owner = self.owner(client);
-        let own = self.rules.env(client).and_then(|limits| limits.weight);
-        let is_lower = |own: &u16| owner.is_some_and(|owner| *own < self.share(owner).weight);
-        owner.into_iter().chain(own.filter(is_lower).map(|_| ShareOwner::Client(client)))
+        self.owner(client).into_iter().chain(self.own_owner(client))
+    }
+
+    /// The client itself as an owner, if its environment sets a lower weight.
+    pub fn own_owner(&self, client: ClientId) -> Option<ShareOwner> {
+        let weight = self.rules.env(client)?.weight?;
+        (weight < self.share(self.owner(client)?).weight).then_some(ShareOwner::Client(client))
     }
 
     /// Whether two clients are of the same tier, and so divide the time that better tiers leave

@@ -92,9 +92,10 @@ impl Gpu {
         away.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
-    /// Bytes that can be promised to clients.
+    /// Bytes that can be promised to clients: the usable bytes without lent bytes.
     pub(crate) fn promisable(&self, settings: &Settings) -> u64 {
-        self.usable(settings).saturating_sub(self.lent_bytes()).saturating_sub(self.away())
+        let all = self.total.saturating_sub(self.reserve(settings));
+        all.saturating_sub(self.overhead_wanted(settings)).saturating_sub(self.away())
     }
 
     /// Bytes that other clients keep on the GPU.

@@ -1,7 +1,7 @@
 //! Raises allowances: up to the clients' needs, and beyond their needs for holders that keep
 //! growing.
 
-use super::{Account, Context, Gpu};
+use super::{Context, Gpu};
 use crate::{api::*, effects::Effects};
 
 /// A smaller credit is sent only if it meets the client's need. Otherwise it is not worth a
@@ -61,13 +61,6 @@ impl Gpu {
         }
     }
 
-    /// Whether a client can run without its memory on the GPU, because the driver moves its pages
-    /// on page faults.
-    pub fn faults_in(&self, cx: Context, client: ClientId) -> bool {
-        cx.settings.anti_thrash == AntiThrash::Off
-            && self.attachments.get(&client).is_some_and(|attachment| attachment.engine == Engine::Managed)
-    }
-
     /// The bytes that a client must be allowed in order to run: its demand plus its shortfall, up
     /// to the capacity. If its managed memory exceeds the GPU, memory that other clients keep there is
     /// left out.
@@ -81,11 +74,12 @@ impl Gpu {
 
     /// The need, which may exceed the capacity.
     pub fn wanted(&self, cx: Context, client: ClientId) -> u64 {
-        let is_off = cx.sleep.is_held_off(client) && self.hold(client).is_none();
-        if is_off || self.faults_in(cx, client) {
+        let Some(attachment) = self.attachments.get(&client) else { return 0 };
+        let is_off = attachment.lock.hold.is_none() && cx.sleep.is_held_off(client);
+        if is_off || attachment.faults_in(cx.settings) {
             return 0;
         }
-        self.account(client).map_or(0, |account| account.report.demand).saturating_add(self.shortfall(cx, client))
+        attachment.account().report.demand.saturating_add(self.shortfall(cx, client, attachment))
     }
 
     /// Raises an allowance towards the need as far as bytes are free, without evicting memory.
@@ -141,7 +135,8 @@ impl Gpu {
 
     /// Bytes that a client may map beyond its need.
     pub fn ahead(&self, cx: Context, client: ClientId) -> u64 {
-        let ahead = self.account(client).map_or(0, Account::ahead);
-        if ahead == 0 { 0 } else { ahead.saturating_sub(self.shortfall(cx, client)) }
+        let Some(attachment) = self.attachments.get(&client) else { return 0 };
+        let ahead = attachment.account().ahead();
+        if ahead == 0 { 0 } else { ahead.saturating_sub(self.shortfall(cx, client, attachment)) }
     }
 }

@@ -102,12 +102,13 @@ impl Gpu {
                 if lacking == 0 {
                     break;
                 }
-                let Some(account) = self.account(client) else { continue };
+                let Some(attachment) = self.attachments.get(&client) else { continue };
+                let account = attachment.account();
                 let has_unfreed = account.frees.present() > 0;
                 let is_last = has_unfreed || last.contains(&client);
                 // A client that runs by page faults needs no memory on the GPU, even if its own gang is
                 // served.
-                let is_exempt = exempt.contains(&client) && !self.faults_in(cx, client);
+                let is_exempt = exempt.contains(&client) && !attachment.faults_in(cx.settings);
                 if is_exempt || is_last != (pass == Pass::Last) && pass != Pass::Protected {
                     continue;
                 }

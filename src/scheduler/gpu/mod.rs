@@ -419,6 +419,12 @@ impl Attachment {
         self.entry.account()
     }
 
+    /// Whether the client can run without its memory on the GPU, because the driver moves its pages on
+    /// page faults.
+    pub fn faults_in(&self, settings: &Settings) -> bool {
+        settings.anti_thrash == AntiThrash::Off && self.engine == Engine::Managed
+    }
+
     /// Records that the client's demand grew.
     pub fn grows(&mut self, now: Time) {
         self.keeps_growing = self.grew.replace(now).is_some_and(|before| now < before + GROWING);

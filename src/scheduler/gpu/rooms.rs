@@ -134,15 +134,20 @@ impl Gpu {
     /// Whether these clients together need more memory than rooms and headroom leave. Clients with
     /// managed memory do not count, because they can run by page faults. Neither do clients whose managed
     /// memory may exceed the GPU.
-    pub fn is_crowded_out(&self, settings: &Settings, rules: &Rules, clients: &[ClientId]) -> bool {
+    pub fn is_crowded_out(
+        &self,
+        settings: &Settings,
+        rules: &Rules,
+        clients: impl IntoIterator<Item = ClientId>,
+    ) -> bool {
         if self.access != Access::Turns || self.others.kept() == 0 {
             return false;
         }
         let (mut need, mut unevictable) = (0u64, self.ledger.unevictable());
         for client in clients {
-            unevictable = unevictable.saturating_sub(self.unevictable_of(*client));
-            let pages = |attachment: &Attachment| attachment.engine == Engine::Managed || rules.may_exceed_gpu(*client);
-            let all = self.attachments.get(client).filter(|attachment| !pages(attachment));
+            unevictable = unevictable.saturating_sub(self.unevictable_of(client));
+            let pages = |attachment: &Attachment| attachment.engine == Engine::Managed || rules.may_exceed_gpu(client);
+            let all = self.attachments.get(&client).filter(|attachment| !pages(attachment));
             need = need.saturating_add(all.map_or(0, |attachment| attachment.account().report.demand));
         }
         need > self.usable(settings).saturating_sub(unevictable)

@@ -27,7 +27,7 @@
 //! usable memory gets the whole GPU and may try to map the rest ([`Trial`]). If the trial fails,
 //! the client waits before it tries again, while other clients run.
 
-use super::{Context, Gpu};
+use super::{Attachment, Context, Gpu};
 use crate::api::*;
 use std::time::Duration;
 
@@ -116,8 +116,8 @@ impl Failures {
 impl Gpu {
     /// Bytes that a client needs beyond its demand because it could not map memory that seemed
     /// free. The result is at most the memory that all other clients can give up.
-    pub fn shortfall(&self, cx: Context, client: ClientId) -> u64 {
-        let bytes = self.attachments.get(&client).map_or(0, |attachment| attachment.failures.shortfall(cx.now));
+    pub fn shortfall(&self, cx: Context, client: ClientId, attachment: &Attachment) -> u64 {
+        let bytes = attachment.failures.shortfall(cx.now);
         if bytes == 0 {
             return 0;
         }

@@ -88,8 +88,8 @@ impl Machine {
             overhead: gpu.overhead(&self.settings),
             shortfall: gpu
                 .attachments
-                .keys()
-                .map(|client| gpu.shortfall(model.gpu_context(), *client))
+                .iter()
+                .map(|(client, attachment)| gpu.shortfall(model.gpu_context(), *client, attachment))
                 .max()
                 .unwrap_or(0),
             charged: gpu.ledger.charged(),

@@ -6,7 +6,7 @@ use crate::{
     api::*,
     gpu::{Access, ClientLock, Gpu, Hold},
     policy::{Precedence, Waiter},
-    queue::{Blocked, Entity},
+    queue::{Blocked, Entity, Request},
 };
 use std::cell::OnceCell;
 
@@ -116,16 +116,16 @@ impl Model<'_> {
             return Some(Blocked::Until(until));
         }
         let is_alone = |id: &GpuId| {
-            let members = self.queues.members(entity, *id);
-            members.len() == 1 || self.is_crowded_out(*id, &members)
+            let members = self.queues.wanting(entity, *id);
+            members.clone().count() == 1 || self.is_crowded_out(*id, members)
         };
         self.full_gpus(entity).find(is_alone).map(Blocked::Pinned)
     }
 
     /// The GPUs of a request that have no room for it: see [`Model::has_room`].
     pub fn full_gpus(&self, entity: Entity) -> impl Iterator<Item = GpuId> {
-        let gpus = self.queues.request(entity).map(|request| request.gpus()).unwrap_or_default();
-        gpus.into_iter().filter(move |id| !self.has_room(entity, *id, &self.queues.members(entity, *id)))
+        let gpus = self.queues.request(entity).into_iter().flat_map(Request::gpus);
+        gpus.filter(move |id| !self.has_room(entity, *id))
     }
 
     /// Whether a queued request needs neither bytes nor turns, because its clients use managed memory
@@ -154,22 +154,27 @@ impl Model<'_> {
     /// Whether a request could be served if every client evicted all evictable bytes. A request
     /// that already has its memory on the GPU can be served, except if that memory must be evicted
     /// for a room.
-    pub fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
+    pub fn has_room(&self, entity: Entity, id: GpuId) -> bool {
         let (Some(gpu), Some(_)) = (self.gpus.get(id), self.queues.request(entity)) else { return true };
         if gpu.access != Access::Turns {
             return true;
         }
-        if self.is_crowded_out(id, members) {
+        let members = self.queues.wanting(entity, id);
+        if self.is_crowded_out(id, members.clone()) {
             return false;
         }
-        self.could_fit(gpu, id, members) || self.has_memory(entity, id)
+        self.could_fit(gpu, members) || self.has_memory(entity, id)
     }
 
     /// Whether clients would fit on a GPU if all evictable memory of other clients were evicted.
-    fn could_fit(&self, gpu: &Gpu, id: GpuId, clients: &[ClientId]) -> bool {
-        let sum = |bytes: &dyn Fn(ClientId) -> u64| clients.iter().fold(0u64, |sum, c| sum.saturating_add(bytes(*c)));
-        let others = gpu.ledger.unevictable().saturating_sub(sum(&|client| gpu.unevictable_of(client)));
-        sum(&|client| self.need(client, id)) <= gpu.capacity(self.settings).saturating_sub(others)
+    fn could_fit(&self, gpu: &Gpu, clients: impl Iterator<Item = ClientId>) -> bool {
+        let (mut need, mut unevictable) = (0u64, 0u64);
+        for client in clients {
+            need = need.saturating_add(gpu.need(self.gpu_context(), client));
+            unevictable = unevictable.saturating_add(gpu.unevictable_of(client));
+        }
+        let others = gpu.ledger.unevictable().saturating_sub(unevictable);
+        need <= gpu.capacity(self.settings).saturating_sub(others)
     }
 
     /// The undrainable holder that gets its memory before a request is granted. A request precedes an
@@ -194,7 +199,7 @@ impl Model<'_> {
     /// it could have all bytes that it needs.
     pub fn can_be_served(&self, holder: ClientId, id: GpuId) -> bool {
         let runs = self.clients.get(&holder).is_some_and(|state| !state.stopped);
-        runs && self.gpus.get(id).is_some_and(|gpu| self.could_fit(gpu, id, &[holder]))
+        runs && self.gpus.get(id).is_some_and(|gpu| self.could_fit(gpu, [holder].into_iter()))
     }
 
     pub fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {

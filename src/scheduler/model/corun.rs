@@ -11,7 +11,7 @@ use crate::{api::*, policy::utilization::FULL, queue::Entity};
 impl Model<'_> {
     /// Whether an entity may hold the lock beside the current holders.
     pub fn may_join(&self, entity: Entity, id: GpuId) -> bool {
-        self.run_together(id, self.gpus.running_on(id).chain(self.queues.members(entity, id)))
+        self.run_together(id, self.gpus.running_on(id).chain(self.queues.wanting(entity, id)))
     }
 
     /// Whether the holders of a GPU may continue to run together.

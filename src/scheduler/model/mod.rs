@@ -80,7 +80,7 @@ impl<'a> Model<'a> {
     }
 
     pub fn faults_in(&self, client: ClientId, id: GpuId) -> bool {
-        self.gpus.get(id).is_some_and(|gpu| gpu.faults_in(self.gpu_context(), client))
+        self.gpus.attachment(client, id).is_some_and(|attachment| attachment.faults_in(self.settings))
     }
 
     /// Why none of a client's memory can be evicted from a GPU now. `None`: some of it can be
@@ -94,7 +94,7 @@ impl<'a> Model<'a> {
         self.gpus.get(id).map_or(0, |gpu| gpu.overdrawn(self.settings))
     }
 
-    pub fn is_crowded_out(&self, id: GpuId, clients: &[ClientId]) -> bool {
+    pub fn is_crowded_out(&self, id: GpuId, clients: impl IntoIterator<Item = ClientId>) -> bool {
         self.gpus.get(id).is_some_and(|gpu| gpu.is_crowded_out(self.settings, self.rules, clients))
     }
 

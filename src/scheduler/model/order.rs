@@ -131,8 +131,7 @@ impl<'a> Model<'a> {
     /// key, and the tag counts only while it is in the future. A past tag would keep the client
     /// behind all clients without a tag of their own.
     pub fn own_tag(&self, client: ClientId, id: GpuId) -> Option<Time> {
-        let own = self.shares().owners(client).find(|owner| *owner == ShareOwner::Client(client))?;
-        let tag = self.fairness.finish_tag(own, id)?;
+        let tag = self.fairness.finish_tag(self.shares().own_owner(client)?, id)?;
         (self.policy().tenants_take_turns() || tag > self.now).then_some(tag)
     }
 

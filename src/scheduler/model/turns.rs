@@ -164,7 +164,7 @@ impl Model<'_> {
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
         let surplus = surplus || self.yields(hold.entity);
         // Memory for other programs is evicted without waiting for the end of a turn.
-        let vacates = pressure.at_once && leaves > 0 || self.is_crowded_out(id, &[client]);
+        let vacates = pressure.at_once && leaves > 0 || self.is_crowded_out(id, [client]);
         // If a rule caps the holder's time, or requests outside the queue wait for the GPU, the
         // holder should release the GPU whenever the holder is idle.
         let (tells, waiters, grace) = match capped {

@@ -21,6 +21,7 @@ use crate::{api::*, effects::Effects};
 use gang::Gangs;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 
 /// A client's class. Requests of the smallest class are served first, regardless of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
@@ -87,9 +88,12 @@ impl Request {
         Self { key, since, wants, gathers: None, ages, aged, blocked: None, owner: None, by_rank: false, told: None }
     }
 
-    /// All GPUs that the request's members want.
-    pub fn gpus(&self) -> GpuSet {
-        self.wants.values().flatten().copied().collect()
+    /// All GPUs that the request's members want, each once, in order.
+    pub fn gpus(&self) -> impl Iterator<Item = GpuId> {
+        let from = |from: Bound<GpuId>| {
+            self.wants.values().filter_map(move |gpus| gpus.range((from, Bound::Unbounded)).next()).min().copied()
+        };
+        std::iter::successors(from(Bound::Unbounded), move |last| from(Bound::Excluded(*last)))
     }
 }
 
@@ -356,7 +360,7 @@ impl Queues {
     }
 
     /// Like `members`, as an iterator.
-    pub fn wanting(&self, entity: Entity, id: GpuId) -> impl Iterator<Item = ClientId> {
+    pub fn wanting(&self, entity: Entity, id: GpuId) -> impl Iterator<Item = ClientId> + Clone {
         let wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
         wants.filter(move |(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client)
     }

@@ -107,8 +107,8 @@ impl Sharing<'_> {
     /// holders that grow. Returns the number of bytes being freed that are reserved for these needs.
     pub fn serve_holders(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
         let mut reserved_ahead = self.model().overdrawn(id);
-        let next = self.model().members_of_first(id);
         if reserved_ahead > 0 {
+            let next = self.model().members_of_first(id);
             pressure.short = self.collect(id, reserved_ahead, &[], &next);
             let vacates = self.gpus.get(id).is_some_and(|gpu| gpu.vacates(self.settings));
             pressure.at_once = pressure.short > 0 && vacates;
@@ -117,6 +117,7 @@ impl Sharing<'_> {
             let lacking = self.credit(holder, id, reserved_ahead);
             if lacking > 0 {
                 reserved_ahead = reserved_ahead.saturating_add(lacking);
+                let next = self.model().members_of_first(id);
                 let short = self.collect(id, reserved_ahead, &[holder], &next);
                 pressure.add_growth(holder, short);
                 break;
