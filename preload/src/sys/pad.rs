@@ -13,8 +13,9 @@ macro_rules! pad_and_jump {
     ($function:path, $at:expr) => {
         #[cfg(target_arch = "x86_64")]
         core::arch::naked_asm!(
-            ".byte 0x66, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0", // a NOP of nine bytes
-            ".byte 0x0f, 0x1f, 0x44, 0, 0", // a NOP of five bytes
+            // One NOP of 14 bytes, as assemblers pad code with: five operand-size prefixes, a segment prefix,
+            // and a NOP of eight bytes.
+            ".byte 0x66, 0x66, 0x66, 0x66, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0",
             "jmp {function} + {at}",
             function = sym $function,
             at = const $at,
