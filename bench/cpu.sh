@@ -51,7 +51,8 @@ simulate() {
 aliases() {
     programs
     tests/cuda-sim/install.sh target/simulator target/release
-    LD_LIBRARY_PATH=$PWD/target/simulator CUDA_SIM_DIR=$PWD/target/simulated-gpu \
+    gpu=$PWD/target/simulated-gpu
+    LD_LIBRARY_PATH=$PWD/target/simulator CUDA_SIM_DIR=$gpu NVSHARE_DEVICES=$gpu \
         python3 bench/gpu/queues.py --programs target/release --cases aliases --json "$json"
 }
 

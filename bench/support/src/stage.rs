@@ -100,6 +100,7 @@ impl Stage {
         let all = [
             ("LD_LIBRARY_PATH", libraries.display().to_string()),
             ("CUDA_SIM_DIR", directory.display().to_string()),
+            ("NVSHARE_DEVICES", directory.display().to_string()),
             ("CUDA_SIM_MEMORY", memory.to_string()),
             ("CUDA_SIM_GPU_BANDWIDTH", fast()),
             ("CUDA_SIM_LINK_BANDWIDTH", fast()),
