@@ -3,7 +3,7 @@
 
 use std::{
     io::{Read, Write},
-    os::unix::net::UnixStream,
+    os::unix::{net::UnixStream, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::Duration,
@@ -32,6 +32,18 @@ pub fn bytes(text: &str) -> u64 {
         _ => 0,
     };
     (number.parse::<f64>().expect("a size") * (1u64 << shift) as f64) as u64
+}
+
+/// Makes the command's process end when the thread that starts it ends, however that happens. Otherwise a
+/// benchmark that fails would leave programs that disturb later measurements.
+fn end_with_this_thread(command: &mut Command) {
+    // SAFETY: the closure makes one system call, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        })
+    };
 }
 
 /// Kills a process and reaps it.
@@ -68,6 +80,7 @@ impl Stage {
     pub fn program(&self, words: &[&str]) -> Command {
         let mut command = Command::new(self.programs.join("cuda-program"));
         command.args(words).stderr(Stdio::null());
+        end_with_this_thread(&mut command);
         command
     }
 
@@ -80,6 +93,7 @@ impl Stage {
 
     /// Makes a command preload the library and use this stage's scheduler.
     pub fn under_nvshare<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        end_with_this_thread(command);
         command.env("LD_PRELOAD", self.programs.join("libnvshare.so")).env("NVSHARE_SOCKET", self.socket())
     }
 
@@ -150,6 +164,7 @@ impl Stage {
             .arg("--record")
             .arg(record);
         command.arg("--control-socket").arg(self.directory.join("control/control.sock"));
+        end_with_this_thread(&mut command);
         let child = command.stderr(Stdio::null()).spawn().expect("the scheduler runs");
         while !self.socket().exists() {
             std::thread::sleep(Duration::from_millis(10));
